@@ -140,7 +140,7 @@ def train(
     if "RANK" not in os.environ:  # all ranks find the same problem, and rank 0 reports it
         from segapp.assembly.paths import check_paths
 
-        check_paths(request.config, is_new=request.is_new)
+        check_paths(request.config, is_new=request.is_new, copies=request.copies)
     if smoke:
         from segapp.commands.smoke import run_smoke
 

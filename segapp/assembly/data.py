@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -71,7 +72,7 @@ def build_dataset(
         chosen = evenly_spread(range(len(source)), most)
         own = SegmentationDataset(source.pairs(chosen), scheme, pixels=pixels, seed=seed)
         first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
-        own.transform, own.mix = _transform(data, scheme, first_sizes, pixels, is_training=is_training), mix
+        own.transform, own.mix = build_transform(data, scheme, first_sizes) if is_training else None, mix
         own.targets, own.largest_px = read(source.pairs(), first_sizes), _largest(first_sizes)
         return own
     every_pair = build_pairs(data, split)
@@ -79,7 +80,7 @@ def build_dataset(
     turns = Turns(scheme.mask_orientation)
     sizes = check_pairs(pairs, pixels, turns=turns)
     targets = read(every_pair, sizes)
-    transform = _transform(data, scheme, sizes, pixels, is_training=is_training)
+    transform = build_transform(data, scheme, sizes) if is_training else None
     cache: PixelCache | None = None
     notes = [f"{split}: {line}" for _, line in turns.lines("set data.mask_orientation=raw")]
     choice: str = data.cache
@@ -123,37 +124,31 @@ def _largest(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return max(height for height, _ in sizes), max(width for _, width in sizes)
 
 
-def _transform(
-    data: DataConfig,
-    scheme: ClassScheme,
-    sizes_px: Iterable[tuple[int, int]],
-    pixels: PixelFormat,
-    *,
-    is_training: bool,
-) -> TrainTransform | None:
-    """Return the transform of images of these sizes; ConfigError if a custom `data.augment` fails.
+def build_transform(data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]]) -> TrainTransform:
+    """Return the transform of training images of these sizes; ConfigError if a custom `data.augment` fails.
 
     An evaluation has none: what happens to every image is in `segapp.datasets.preprocessing`.
     """
-    if not is_training:
-        return None
     from segapp.datasets.augment import BandValues, TrainTransform  # albumentations, which only a training needs
     from segapp.datasets.augment.pipeline import check_transform
 
+    pixels = build_pixels(data)
     bands = BandValues(None if pixels.is_rgb8 else pixels.ranges, pixels.fill)
-    transform = TrainTransform(
-        data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
-    )
+    with warnings.catch_warnings():  # albumentations only warns about an argument that a transform does not have
+        warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
+        transform = TrainTransform(
+            data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
+        )
     if data.augment is not None:
         check_transform(transform, sizes_px, (pixels.num_bands, pixels.numpy_dtype), scheme.dtype)
     return transform
 
 
-def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, int]]:
-    """Return height and width of the first images of a split; of a custom data set it reads at most 8."""
+def image_sizes_of(data: DataConfig, split: str, most: int | None = None) -> list[tuple[int, int]]:
+    """Return height and width of the first images of a split, or of all; of a custom data set it reads at most 8."""
     if is_component(data.format):
         dataset = build_dataset(data, build_scheme(data), split, is_training=False, seed=0)
-        return dataset.sizes(range(min(len(dataset), most, 8)))
+        return dataset.sizes(range(len(dataset))[:most][:8])
     return image_sizes(build_pairs(data, split)[:most])
 
 

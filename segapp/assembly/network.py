@@ -6,18 +6,21 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from segapp.assembly.own_parts import copied_parts
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.bounds import allowed_bytes
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
 from segapp.compat.torch import BatchNorm, TorchDispatchMode, dispatch_modes
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, load_config, validate_config
 from segapp.config.sections import IMAGENET
+from segapp.custom.sources import Sources
+from segapp.custom.trust import using_copies
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.datasets.resources import available_bytes
@@ -211,8 +214,20 @@ def network_state(state: Mapping[str, Any]) -> Any:
     return average["module"] if average is not None else state["model"]
 
 
-def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, RunConfig, ClassScheme]:
-    """Return the network of a checkpoint with its weights, adapters merged into them, its config and its classes.
+@dataclass(frozen=True)
+class Restored:
+    """The network of a checkpoint with its weights, adapters merged into them; its config, classes and components."""
+
+    model: SegmentationModel
+    config: RunConfig
+    scheme: ClassScheme
+    copies: Mapping[str, Sources]
+    """See `copied_parts`."""
+    notes: Sequence[str]
+
+
+def restored_network(checkpoint: LoadedCheckpoint, uses: Sequence[str] = ("model.",)) -> Restored:
+    """Return the network of a checkpoint; `uses` has the beginnings of the keys whose custom components are needed.
 
     Raises:
         CheckpointError: the checkpoint is of another program, config or model, or its adapters have another base.
@@ -225,7 +240,8 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
         saved = validate_config(state["config"])
     except ConfigError as error:
         raise CheckpointError(f"{path} holds a config that this version cannot read: {error}", path=path) from None
-    check_code(saved, path)
+    copies, notes = copied_parts(checkpoint, saved, uses)
+    check_code(saved, path, uses=uses, copies=copies)
     scheme = build_scheme(saved.data)
     if list(scheme.names) != list(state["classes"]):
         raise CheckpointError(
@@ -233,13 +249,14 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
         )
     bands, has_base = build_pixels(saved.data).num_bands, "base" not in state
     try:
-        model = build_network(
-            saved.model,
-            scheme.num_classes,
-            num_bands=bands,
-            with_weights=not has_base,
-            weights_file=checkpoint.file if has_base else None,
-        )
+        with using_copies(copies):
+            model = build_network(
+                saved.model,
+                scheme.num_classes,
+                num_bands=bands,
+                with_weights=not has_base,
+                weights_file=checkpoint.file if has_base else None,
+            )
     except (CheckpointError, ConfigError) as error:
         raise (
             error if has_base else error.reworded(f"{path} holds only adapters and head, their base: {error}")
@@ -250,7 +267,8 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
         model.load_state_dict(network_state(state))
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path} does not fit {saved.model.name}: {error}", path=path) from None
-    return model if saved.model.adapters is None else merge_adapters(model), saved, scheme
+    model = model if saved.model.adapters is None else merge_adapters(model)
+    return Restored(model, saved, scheme, copies, notes)
 
 
 def saved_config(weights: str) -> RunConfig | None:
@@ -337,7 +355,7 @@ def load_run_weights(model: SegmentationModel, run: str, class_names: Sequence[s
         raise error.reworded(f"{key}: {error}") from None
     try:
         adapters = (checkpoint.state.get("config") or {}).get("model", {}).get("adapters")
-        state = restored_network(checkpoint)[0].state_dict() if adapters else network_state(checkpoint.state)
+        state = restored_network(checkpoint).model.state_dict() if adapters else network_state(checkpoint.state)
     except KeyError:
         raise CheckpointError(
             f"{key}: {checkpoint.path} holds no model: it was not written by segapp train",

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, component_names
 from segapp.config.trust import named_code
 from segapp.custom.loading import ARGUMENTS, Loss, Schedule, build_part, load_part, option_problems, takes
 from segapp.custom.names import is_component
+from segapp.custom.sources import Sources, kept_sources
 from segapp.custom.trust import accepted_sources
 from segapp.errors import ConfigError, SegappError
 from segapp.losses import AdditiveCriterion, PlainCriterion
+from segapp.run.folder import run_of_file
 
 
 def check_parts(config: RunConfig) -> None:
@@ -60,6 +63,30 @@ def changed_parts(saved: Any, config: RunConfig) -> list[str]:
         for name, value in part_hashes(config).items()
         if known.get(name, value) != value
     ]
+
+
+def copied_parts(
+    checkpoint: LoadedCheckpoint, config: RunConfig, uses: Sequence[str]
+) -> tuple[dict[str, Sources], list[str]]:
+    """Return the copies of components, by name, with which the run of a checkpoint trained, and notes.
+
+    A note says that the user's file differs from the copy, or that it is used because the run has no intact copy.
+    """
+    known, run = checkpoint.state.get("parts"), run_of_file(checkpoint.path)
+    copies, notes = dict[str, Sources](), list[str]()
+    for code in named_code(config, uses).values():
+        sha256 = known.get(code.name) if isinstance(known, Mapping) else None
+        if sha256 is None:  # installed code
+            continue
+        kept = {} if run is None else kept_sources(code.name, run.parts)
+        if sha256 in kept:
+            copies[code.name] = kept[sha256]
+        is_changed = code.source is not None and (code.sources is None or code.sources.sha256 != sha256)
+        if is_changed and code.name in copies:
+            notes.append(f"{code.name}: the run's copy is used, and {code.source} has changed since the training")
+        elif is_changed:
+            notes.append(f"{code.name}: its source has changed since the training, and the run has no intact copy")
+    return copies, notes
 
 
 def _wrong_kind(key: str, name: str, component: object, wanted: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """Look for the files and folders that a config or a command line names before torch is imported. No torch here."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from segapp.assembly.pairs import build_location, split_names
@@ -16,14 +16,16 @@ from segapp.run.words import printable
 NETWORK_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
-def check_paths(config: RunConfig, *, is_new: bool = True) -> None:
+def check_paths(config: RunConfig, *, is_new: bool = True, copies: Container[str] = ()) -> None:
     """Look for what a training needs: the data, custom components and, if it `is_new`, the initial weights.
+
+    The components in `copies` need no file.
 
     Raises:
         SegappError: a file or a folder is missing. The images themselves are not looked for.
     """
     for key, name in component_names(config).items():
-        if is_file_name(split_name(name)[0]):
+        if is_file_name(split_name(name)[0]) and name not in copies:
             part_file(name, f"{key} = {name}")
     _check_data(config.data, split_names(config.data))
     for key in ("weights", "weights_backbone") if is_new else ():

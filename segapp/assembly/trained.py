@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from segapp.assembly.data import build_dataset
 from segapp.assembly.devices import build_precision, choose_devices, with_precision
 from segapp.assembly.network import (
     build_inference,
@@ -19,9 +20,11 @@ from segapp.assembly.network import (
     restored_network,
     with_weights_defaults,
 )
-from segapp.assembly.own_parts import changed_parts
 from segapp.assembly.pairs import build_pixels, build_scheme
-from segapp.config import RunConfig, check_code, load_runnable, validate_config
+from segapp.config import DataConfig, RunConfig, check_code, load_runnable, validate_config
+from segapp.custom.sources import Sources
+from segapp.custom.trust import using_copies
+from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
@@ -51,6 +54,8 @@ class TrainedState:
     """State of the criterion, with the class weights of the training; None if the file has none."""
     messages: tuple[str, ...] = ()
     """Notes for the user."""
+    copies: Mapping[str, Sources] = field(default_factory=dict)
+    """Copies in the run of the custom components that are used, by name; see `using_copies`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ class TrainedModel(TrainedState):
     inference: Inference = field(kw_only=True)
     device: torch.device = field(kw_only=True)
 
+    def dataset(self, split: str, data: DataConfig | None = None) -> SegmentationDataset:
+        """Return a split for an evaluation, by default of the training's data."""
+        with using_copies(self.copies):
+            data, seed = data or self.config.data, self.config.seed
+            return build_dataset(data, self.scheme, split, is_training=False, seed=seed)
+
 
 def load_trained(
     target: str,
@@ -68,10 +79,11 @@ def load_trained(
     slide: bool = False,
     tta: bool = False,
     device: DeviceLike | None = None,
+    uses: Sequence[str] = ("model.",),
 ) -> TrainedModel:
     """Return the model of `read_trained` on a device, by default the run's, with its inference; print its messages."""
     given = None if device is None else choose_devices([device], "device")[0][0]
-    trained = read_trained(target, config)
+    trained = read_trained(target, config, uses)
     for message in trained.messages:
         print(f"note: {printable(message)}", file=sys.stderr)
     model, own = trained.model, trained.config
@@ -85,13 +97,14 @@ def load_trained(
     return TrainedModel(**vars(trained), inference=inference, device=place)
 
 
-def read_trained(target: str, config: str | RunConfig | None = None) -> TrainedState:
+def read_trained(target: str, config: str | RunConfig | None = None, uses: Sequence[str] = ("model.",)) -> TrainedState:
     """Return the network of a run (its best checkpoint, else the last), of a checkpoint, or of a weights file.
 
     Args:
         target: a run's name, its folder, a checkpoint, or with `config` any file that `model.weights` takes. A
             safetensors file of `segapp export` holds its config.
         config: config for a file that holds only weights, or its path or name.
+        uses: beginnings of the keys whose custom components are needed. Those of a run are built from its copies.
 
     Raises:
         CheckpointError: the file is missing, or belongs to another program, config or model.
@@ -99,23 +112,24 @@ def read_trained(target: str, config: str | RunConfig | None = None) -> TrainedS
     """
     path = weights_path(target)
     if config is not None or path.suffix.lower() == ".safetensors":
-        loaded = _config_of(path) if config is None else load_runnable(config) if isinstance(config, str) else config
+        loaded = load_runnable(config) if isinstance(config, str) else config or _config_of(path, uses)
         with own_generator():
             return _from_weights(path, loaded)
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
     with own_generator():
-        model, saved, scheme = restored_network(checkpoint)
+        restored = restored_network(checkpoint, uses)
     return TrainedState(
-        model,
-        saved,
-        scheme,
+        restored.model,
+        restored.config,
+        restored.scheme,
         checkpoint.path,
         checkpoint.sha256,
         checkpoint.facts.last_epoch,
         checkpoint.step,
         state.get("criterion"),
-        (*checkpoint.messages, *changed_parts(state.get("parts"), saved)),
+        (*checkpoint.messages, *restored.notes),
+        restored.copies,
     )
 
 
@@ -134,7 +148,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     return TrainedState(model, config, scheme, path, sha256_of(path, "weights"), messages=notes)
 
 
-def _config_of(path: Path) -> RunConfig:
+def _config_of(path: Path, uses: Sequence[str]) -> RunConfig:
     """Return the config in the metadata of a safetensors file; raise CheckpointError without one."""
     text = read_metadata(path, "weights").get(CONFIG_KEY)
     if text is None:
@@ -148,5 +162,5 @@ def _config_of(path: Path) -> RunConfig:
         raise CheckpointError(
             f"{path} holds a config that this version cannot read ({error}): give one with --config", path=path
         ) from None
-    check_code(config, path)
+    check_code(config, path, uses=uses)
     return config

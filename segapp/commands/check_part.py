@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import GPUS
+from segapp.assembly.data import build_transform, image_sizes_of
 from segapp.assembly.own_parts import own_criterion, own_optimizer, own_schedule
 from segapp.assembly.pairs import build_pixels, build_scheme, own_data, split_names
-from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig
+from segapp.config import DataConfig, LossTerm, OptimConfig, RunConfig, ScheduleConfig
 from segapp.config.trust import named_code
 from segapp.custom.loading import shown_error
 from segapp.custom.trust import NamedCode, accept_code
-from segapp.errors import ConfigError, SegappError, accepted_words
+from segapp.errors import ConfigError, DataError, SegappError, accepted_words
 from segapp.losses import PlainCriterion, surrogate
 from segapp.models import build_model
 from segapp.models.inspection import probabilities_problem
@@ -110,7 +110,6 @@ def _data_checks(name: str, options: Mapping[str, Any], config: RunConfig | None
         return all(np.array_equal(one[part], two[part]) for one, two in pairs for part in (0, 1))
 
     yield "it repeats its result: no random numbers are drawn", repeats(data.source)
-    yield "it can be pickled for data workers", repeats(ForkingPickler.loads(ForkingPickler.dumps(data.source)))
     if train != val:
         is_other = len(other) != len(data) or not repeats(other.source)
         yield f"the argument `split` chooses the images: {val} has others than {train}", is_other
@@ -148,16 +147,22 @@ def _schedule_checks(name: str, options: Mapping[str, Any], config: RunConfig | 
 
 
 def _transform_checks(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Checks:
-    from segapp.datasets.augment import TrainTransform
-    from segapp.datasets.augment.pipeline import check_transform
-
-    own = [entry for entry in (config.data.augment if config is not None else None) or () if name in entry]
-    with warnings.catch_warnings():  # albumentations only warns about an argument that a transform does not have
-        warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
-        transform = TrainTransform((64, 64), [{"ScaledCrop": {}}, *(own[:1] or [{name: {}}])], ignore_index=IGNORED)
-    check_transform(transform, [(80, 96), (80, 160), (200, 96), (200, 160)], (3, np.uint8), np.dtype(np.uint8))
-    yield "types, class ids, size, and one result for each seed", True
-    yield "it can be pickled for data workers", ForkingPickler.dumps(transform) is not None
+    """Check the list of the config that names the transform, or one that only crops before it, as a training does."""
+    alone = [{"ScaledCrop": {}}, {name: dict(options)}]
+    if config is None:
+        data = DataConfig(format="folder", root=".", classes=[f"class {index}" for index in range(NUM_CLASSES)])
+        data = data.model_copy(update={"augment": alone})
+    else:
+        is_named = any(code.name == name for code in named_code(config, ["data.augment"]).values())
+        data = config.data if is_named else config.data.model_copy(update={"augment": alone})
+    sizes_px: list[tuple[int, int]] = []
+    if config is not None:
+        with contextlib.suppress(DataError, OSError):  # the images are not here
+            sizes_px = image_sizes_of(data, split_names(data)[0])
+    height, width = data.crop_px
+    sizes_px = sizes_px or [(5 * height // 4, 3 * width // 2), (5 * height // 4, 5 * width // 2), (3 * height, width)]
+    build_transform(data, build_scheme(data), sizes_px)
+    yield f"types, class ids, size, and one result for each seed, in crops of {height}x{width} px", True
 
 
 CHECKS: Mapping[str, Callable[[str, Mapping[str, Any], RunConfig | None], Checks]] = {
@@ -193,6 +198,6 @@ def _check(name: str, kind: str, options: Mapping[str, Any], config: RunConfig |
                 return ConfigError.exit_code
     except Exception as error:
         problem = str(error) if isinstance(error, SegappError) else f"fails with {shown_error(error)}: correct it"
-        print(f"  FAILED {printable(problem)}", flush=True)
+        print("  FAILED", "\n         ".join(printable(line.strip()) for line in problem.splitlines()), flush=True)
         return ConfigError.exit_code
     return 0

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from segapp.assembly.criterion import criterion_of
-from segapp.assembly.data import build_dataset, build_load_options
+from segapp.assembly.data import build_load_options
 from segapp.assembly.devices import choose_devices
 from segapp.assembly.pairs import build_groups, build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
 from segapp.config import RunConfig
 from segapp.custom.names import is_component
+from segapp.custom.trust import using_copies
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
@@ -31,6 +32,9 @@ from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
 from segapp.training.console import iou_table, progress_bar, worst_first
+
+_USES = ("model.", "data.format", "loss.")
+"""Beginnings of the keys whose custom components an evaluation needs."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,14 @@ def score_target(targets: Sequence[str], options: EvalOptions) -> ScoredSplit:
     if len(targets) > 1:
         networks, ensemble = _load_ensemble(targets, options)
     else:
-        loaded = load_trained(targets[0], options.config, slide=options.slide, tta=options.tta)
+        loaded = load_trained(targets[0], options.config, slide=options.slide, tta=options.tta, uses=_USES)
         networks = [(targets[0], loaded)]
     trained = networks[0][1]
     config, scheme = trained.config, trained.scheme
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]
-    dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed)
+    dataset = trained.dataset(split, data)
     _note_training_images(networks, dataset)
     settings = _build_settings(trained, ensemble, options)
     loader = EvalLoader(
@@ -124,8 +128,9 @@ def _load_ensemble(
     networks: list[tuple[str, TrainedModel]] = []
 
     def members() -> Iterator[tuple[str, TrainedPredictor]]:
-        for name in targets:
-            networks.append((name, load_trained(name, slide=options.slide, tta=options.tta)))
+        for name in targets:  # the mean has no loss, and the data are of the first one
+            uses = _USES[:1] if networks else _USES[:2]
+            networks.append((name, load_trained(name, slide=options.slide, tta=options.tta, uses=uses)))
             yield name, predictor_of(networks[-1][1])
 
     ensemble = EnsemblePredictor(members())
@@ -170,7 +175,8 @@ def _build_settings(
         if not options.devices:
             raise ConfigError("--devices names no device: give at least one, such as 0 or cpu")
         devices = choose_devices(options.devices, "--devices")[0]
-    criterion = criterion_of(trained.config, trained.scheme, lambda _: [1.0] * trained.scheme.num_classes)
+    with using_copies(trained.copies):
+        criterion = criterion_of(trained.config, trained.scheme, lambda _: [1.0] * trained.scheme.num_classes)
     if trained.criterion is not None:
         criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
     settings = replace(settings, criterion=criterion.task.to(trained.device), host=HostLimit(len(devices)))

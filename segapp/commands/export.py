@@ -13,6 +13,7 @@ from segapp import __version__
 from segapp.assembly.pairs import build_pairs, build_pixels, own_data, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.custom.names import is_component
+from segapp.custom.trust import using_copies
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words, without_secrets
 from segapp.export.write import CheckResult, ExportInfo, Format, write_export, write_weights
@@ -38,7 +39,7 @@ def export_target(target: str, out: Path, *, format: str | None, argmax: bool, c
     chosen = _format(out, format)
     if chosen == WEIGHTS and argmax:
         raise ConfigError("--argmax: a safetensors file holds weights only: leave it out")
-    trained = load_trained(target, config)
+    trained = load_trained(target, config, uses=("model.", *(["data.format"] if chosen != WEIGHTS else [])))
     if argmax and trained.scheme.multilabel is not None:
         raise ConfigError(f"--argmax: {printable(target)} has several classes per pixel: leave it out")
     info = _info(trained, argmax=argmax)
@@ -112,7 +113,8 @@ def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
     split = split_names(data)[1]
     try:
         if is_component(data.format):
-            own = own_data(data, split)
+            with using_copies(trained.copies):
+                own = own_data(data, split)
             return [
                 own.read(index, trained.scheme, build_pixels(data))[0] for index in range(min(len(own), NUM_PICTURES))
             ]

@@ -22,7 +22,6 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.assembly.data import build_dataset
 from segapp.assembly.pairs import build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
@@ -248,14 +247,14 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
     first: TrainedModel | None = None
     splits, used = set(), []
     for run in runs:
-        trained = load_trained(run)
+        trained = load_trained(run, uses=("model.", "data.format"))
         first = first or trained
         check_same_classes(runs[0], first.scheme.names, run, trained.scheme.names)
         if trained.scheme.multilabel is not None:
             raise ConfigError(f"{printable(run)} has several classes per pixel, and suspects needs one: leave it out")
         counts = counts or ClassCounts(trained.scheme.num_classes)
         data, chosen = trained.config.data, split or split_names(trained.config.data)[1]
-        dataset = build_dataset(data, trained.scheme, chosen, is_training=False, seed=trained.config.seed)
+        dataset = trained.dataset(chosen)
         own = {_key(pair): pair.image for pair in build_pairs(data, split_names(data)[0])}
         trained_on |= own
         places = [

@@ -26,6 +26,7 @@ from segapp.config.sections import RunConfig
 from segapp.config.trust import named_code, with_component_paths
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import MAX_CHARS, MAX_NODES, parse_yaml
+from segapp.custom.sources import Sources
 from segapp.custom.trust import check_known
 from segapp.errors import ConfigError, SegappError, closest_words, without_secrets
 from segapp.scores import CLASS_SCORES
@@ -194,10 +195,21 @@ def load_runnable(name: str | Path, overrides: Sequence[str] = (), *, is_stored:
     return config
 
 
-def check_code(config: RunConfig, origin: Path, overrides: Sequence[str] = (), *, is_stored: bool = True) -> None:
-    """Check that the custom components of a config may run; those that the overrides name are the user's own."""
+def check_code(
+    config: RunConfig,
+    origin: Path,
+    overrides: Sequence[str] = (),
+    *,
+    is_stored: bool = True,
+    uses: Sequence[str] = ("",),
+    copies: Mapping[str, Sources] | None = None,
+) -> None:
+    """Check that the custom components of a config may run; those that the overrides name are the user's own.
+
+    For `uses` and `copies` see `named_code`.
+    """
     typed = set(_texts(parse_overrides(overrides)))
-    check_known(named_code(config), origin.resolve(), typed, is_stored=is_stored)
+    check_known(named_code(config, uses, copies), origin.resolve(), typed, is_stored=is_stored)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -10,26 +10,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from segapp.config.sections import LogConfig, RunConfig
 from segapp.custom.names import is_component, resolved_near
+from segapp.custom.sources import Sources
 from segapp.custom.trust import NamedCode
 from segapp.errors import without_secrets
 from segapp.places import own_folder
 
 
-def named_code(config: RunConfig) -> dict[str, NamedCode]:
-    """Return the custom components of a config with their options, by key: `optim.name`, `data.augment[0]`."""
+def named_code(
+    config: RunConfig, uses: Sequence[str] = ("",), copies: Mapping[str, Sources] | None = None
+) -> dict[str, NamedCode]:
+    """Return the custom components of a config with their options, by key: `optim.name`, `data.augment[0]`.
+
+    `uses` has the beginnings of the keys that count, and `copies` the sources of components that run from copies.
+    """
     sections: dict[str, Any] = {"model": config.model} if config.model.library == "python" else {}
     sections |= {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
     named = {"data.format": (config.data.format, config.data.options)}
     named |= {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
     transforms = [entry for entry in _items(config.data.augment) if is_component(entry[0])]
     named |= {f"data.augment[{i}]": (name, options or {}) for i, (name, options) in enumerate(transforms)}
-    return {key: NamedCode(name, options) for key, (name, options) in named.items() if is_component(name)}
+    return {
+        key: NamedCode(name, options, (copies or {}).get(name))
+        for key, (name, options) in named.items()
+        if is_component(name) and key.startswith(tuple(uses))
+    }
 
 
 def component_names(config: RunConfig) -> dict[str, str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,10 @@ class Transform(Protocol):
         """Return image (H, W, B) and mask (H, W) of class ids, dtypes unchanged, determined by the arguments."""
 
 
+_import_lock = threading.RLock()
+"""Held while a module is imported, because another thread may offer another version of it."""
+
+
 def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[..., Any]:
     """Import a custom component that a config key or an option names, and return its class or factory function.
 
@@ -100,11 +105,12 @@ def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[...
             )
         where, attribute = split_name(name)
         what = f"{key} = {name}"
-        if is_file_name(where):
+        if sources is None and is_file_name(where):
             part_file(name, what)
-        if sources is not None:
-            offer(sources, what)
-        found: Any = _import(where if sources is None else sources.module, what)
+        with _import_lock:
+            if sources is not None:
+                offer(sources, what)
+            found: Any = _import(where if sources is None else sources.module, what)
         for word in attribute.split("."):
             if not hasattr(found, word):
                 hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)

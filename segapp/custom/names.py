@@ -63,10 +63,9 @@ def find_source(name: str) -> Path | None:
         return path.resolve() if path.is_file() else None
     folders: list[str] | None = [*sys.path, os.getcwd()]
     found = None
-    parts = where.split(".")
-    for depth in range(1, len(parts) + 1):
+    for word in where.split("."):
         try:
-            spec = PathFinder.find_spec(".".join(parts[:depth]), folders)
+            spec = PathFinder.find_spec(word, folders)
         except (ImportError, ValueError, OSError):
             return None
         if spec is None:

@@ -15,10 +15,10 @@ import stat
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
@@ -28,6 +28,9 @@ from segapp.errors import ConfigError
 _MAX_BYTES = 2**24
 """Of all sources of a component; larger ones are not read."""
 
+_NAME_LENGTH = 16
+"""Of the names of folders of copies, in characters of a SHA-256."""
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -36,6 +39,8 @@ class SourceFile:
     path: Path
     content: bytes
     is_package: bool
+    is_copy: bool = False
+    """True for a copy in a run folder."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,15 @@ class Sources:
         """The files that have content; an empty `__init__.py` may be missing."""
         return [file.path for file in self.files.values() if file.content]
 
-    def keep(self, folder: Path) -> None:
-        """Copy the files below a folder; an existing copy is never overwritten.
+    def keep(self, parts: Path) -> None:
+        """Copy the files below a folder, in one named after their SHA-256, where `kept_sources` finds them.
 
-        A file that has changed since is stored next to the old copy, with the beginning of its SHA-256 in its name.
-        Disk errors are ignored, because the run does not need the copies.
+        Disk errors are ignored, because the run itself does not need the copies.
         """
         for file in self.files.values():
-            copy = folder / file.path.relative_to(self.root)
+            copy = parts / self.sha256[:_NAME_LENGTH] / file.path.relative_to(self.root)
             with contextlib.suppress(OSError):
-                if copy.is_file() and copy.read_bytes() != file.content:
-                    copy = copy.with_name(f"{copy.stem}.{hashlib.sha256(file.content).hexdigest()[:8]}.py")
-                if not copy.exists():
+                if not copy.is_file() or copy.read_bytes() != file.content:
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     copy.write_bytes(file.content)
 
@@ -110,18 +112,46 @@ def read_sources(name: str) -> Sources | None:
     return Sources(module, root, files)
 
 
+def kept_sources(name: str, parts: Path) -> dict[str, Sources]:
+    """Return the intact copies of a component's sources that trainings have kept in a folder, by their SHA-256.
+
+    Raises:
+        ConfigError: a copy cannot be read, or is too large.
+    """
+    where, found = split_name(name)[0], dict[str, Sources]()
+    module = Path(where).stem if is_file_name(where) else where
+    for folder in sorted(parts.iterdir()) if parts.is_dir() else ():
+        files, num_bytes = dict[str, SourceFile](), 0
+        for path in sorted(folder.rglob("*.py")):
+            words = path.relative_to(folder).with_suffix("").parts
+            dotted = ".".join(words[:-1] if words[-1] == "__init__" else words)
+            if (file := _read(folder, dotted, _MAX_BYTES - num_bytes)) is not None:
+                files[dotted] = replace(file, is_copy=True)
+                num_bytes += len(file.content)
+        sources = Sources(module, folder.resolve(), files)
+        if module in files and sources.sha256[:_NAME_LENGTH] == folder.name:
+            found[sources.sha256] = sources
+    return found
+
+
 def _is_elsewhere(module: str, root: Path) -> bool:
     """Return True if Python finds a top-level module, or has loaded it, from another place than below a folder."""
     if module == "segapp" or module in sys.stdlib_module_names:
         return True
     try:
-        spec = importlib.util.find_spec(module)
+        spec = _found(module)
     except (ImportError, ValueError):  # ValueError: loaded, but without a spec, such as __main__
         return True
     if spec is None or isinstance(spec.loader, _AcceptedLoader):  # `offer` compares two folders with such a file
         return False
     places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or [])
     return not any(Path(place).resolve().is_relative_to(root) for place in places)
+
+
+def _found(module: str) -> ModuleSpec | None:
+    """Return the spec of a top-level module; copies in run folders, which Python itself never finds, do not count."""
+    is_copy = module in _modules.files and _modules.files[module].is_copy
+    return PathFinder.find_spec(module) if is_copy else importlib.util.find_spec(module)
 
 
 def _read(root: Path, module: str, max_bytes: int) -> SourceFile | None:
@@ -201,23 +231,32 @@ def offer(sources: Sources, what: str) -> None:
     """Let this process import accepted sources from now on; modules of an earlier content are imported again.
 
     Raises:
-        ConfigError: another module has one of their names.
+        ConfigError: another module has one of their names. If one of both is a copy in a run folder, each gets its own
+            module, except if a program has imported one of another content itself.
     """
     top = sources.module.partition(".")[0]
-    specs = {name: sys.modules[name].__spec__ for name in sources.files if name in sys.modules}
-    if top not in specs and _is_elsewhere(top, sources.root):
-        specs[top] = importlib.util.find_spec(top)
+    files, earlier = sources.files, {name: _modules.files[name] for name in sources.files if name in _modules.files}
+    specs = {name: sys.modules[name].__spec__ for name in files if name in sys.modules}
+    own = {name for name, spec in specs.items() if spec is not None and isinstance(spec.loader, _AcceptedLoader)}
+    specs = {name: spec for name, spec in specs.items() if name not in own}
+    if top not in specs and not files[sources.module].is_copy and _is_elsewhere(top, sources.root):
+        specs[top] = _found(top)
     # A package without `__init__.py` has no origin: it is no code, and may lie in several folders.
-    places = {name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin}
-    earlier = {name: file for name, file in _modules.files.items() if name in sources.files}
-    places |= {name: file.path for name, file in earlier.items()}
-    for name, place in places.items():
-        if place.resolve() != (path := sources.files[name].path).resolve():  # nobody accepted that file
-            raise ConfigError(f"{what}: Python finds another module {name} ({place}) before {path}: rename the file")
-    if any(file != sources.files[name] for name, file in earlier.items()):
-        for name, spec in specs.items():
-            if spec is not None and isinstance(spec.loader, _AcceptedLoader):
-                del sys.modules[name]
-    _modules.files |= sources.files
+    places = [(name, Path(spec.origin)) for name, spec in specs.items() if spec is not None and spec.origin]
+    places += [(name, file.path) for name, file in earlier.items() if not (file.is_copy or files[name].is_copy)]
+    for name, place in places:
+        file = files[name]
+        if place.resolve() == file.path.resolve():
+            continue
+        problem = f"Python finds another module {name} ({place}) before {file.path}: rename the file"
+        if file.is_copy:
+            if place.is_file() and place.read_bytes() == file.content:
+                continue
+            problem = f"this program has imported another version of {name} ({place}): start a new one for this run"
+        raise ConfigError(f"{what}: {problem}")  # nobody accepted the other file
+    if any(file != files[name] for name, file in earlier.items()):
+        for name in own:
+            del sys.modules[name]
+    _modules.files |= files
     if _modules not in sys.meta_path:
         sys.meta_path.insert(0, _modules)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,9 @@ TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
 _accepted: dict[str, Sources | None] = {}
 """First mark of accepted code -> its sources as they were compared; None for installed code."""
 
+_copies: ContextVar[Mapping[str, Sources]] = ContextVar("segapp_copies")
+"""Name of a component -> the copy from which it is built; see `using_copies`."""
+
 _PINNED = frozenset(os.environ.get(TRUST_VARIABLE, "").split())
 """Marks of the code that a parent process has accepted, which this process runs with the same content only."""
 
@@ -45,6 +49,8 @@ class NamedCode:
 
     name: str
     options: Mapping[str, Any]
+    copy: Sources | None = None
+    """The copy in a run folder that is to run; None: the user's file, or installed code."""
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -52,12 +58,12 @@ class NamedCode:
     @cached_property
     def source(self) -> Path | None:
         """The source file; None if no file is found, as for modules that are built into Python."""
-        return find_source(self.name)
+        return find_source(self.name) if self.copy is None else self.copy.files[self.copy.module].path
 
     @cached_property
     def sources(self) -> Sources | None:
         """The sources as they are at the first use; None if their version determines them, or there is no file."""
-        return read_sources(self.name)
+        return read_sources(self.name) if self.copy is None else self.copy
 
     @property
     def shown_source(self) -> str:
@@ -69,9 +75,10 @@ class NamedCode:
 
     @property
     def first_mark(self) -> str:
-        """Hash of name and source file."""
+        """Hash of name and source file; a copy counts as the user's file, which may have had its content."""
         where, attribute = split_name(self.name)  # a file has several names, such as ./parts.py and parts.py
-        return _hash_of([attribute if is_file_name(where) else self.name, str(self.source)])
+        source = find_source(self.name) or self.source
+        return _hash_of([attribute if is_file_name(where) else self.name, str(source)])
 
     @cached_property
     def marks(self) -> tuple[str, str, str]:
@@ -81,8 +88,8 @@ class NamedCode:
         return self.first_mark, content, _hash_of([content, plain])
 
     def check_content(self) -> None:
-        """Raise ConfigError if a parent of this process has accepted it with another content."""
-        if self.first_mark in _PINNED and self.marks[1] not in _PINNED:
+        """Raise ConfigError if a parent of this process has accepted it with another content; a copy is of one only."""
+        if self.copy is None and self.first_mark in _PINNED and self.marks[1] not in _PINNED:
             raise ConfigError(f"{self.name} has changed since it was accepted, so it does not run: start again")
 
     def is_users_own(self, config: Path) -> bool:
@@ -151,7 +158,8 @@ def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> No
     record, lines = _record(), dict[str, None]()
     for code in named:
         first, _, exact = code.marks
-        _accepted[first] = code.sources
+        if code.copy is None:
+            _accepted[first] = code.sources
         marks = dict.fromkeys([*code.marks, *_marks()])
         os.environ[TRUST_VARIABLE] = " ".join([*marks][:3000])  # at most 128 KiB; the record has the others
         if [first, exact, _hash_of(origin)] not in record:
@@ -168,16 +176,26 @@ def accepted_sources(name: str) -> Sources | None:
     Raises:
         ConfigError: this process has not found the component to be known.
     """
-    code, marks = NamedCode(name, {}), _marks()
+    code, marks = NamedCode(name, {}, _copies.get({}).get(name)), _marks()
     first = code.first_mark
-    if first not in marks or first not in _accepted:  # in a child, the parent has compared it
-        code.check_content()
-        if not {"1", code.marks[1]} & {*marks}:
-            raise ConfigError(f"{name} is code that was not accepted: add --trust-parts if you know it").see(
-                "own-parts"
-            )
+    if code.copy is None and first in marks and first in _accepted:
+        return _accepted[first]
+    code.check_content()
+    if not {"1", code.marks[1]} & {*marks}:  # in a child, the parent has compared it
+        raise ConfigError(f"{name} is code that was not accepted: add --trust-parts if you know it").see("own-parts")
+    if code.copy is None:
         _accepted[first] = code.sources
-    return _accepted[first]
+    return code.sources
+
+
+@contextlib.contextmanager
+def using_copies(copies: Mapping[str, Sources]) -> Iterator[None]:
+    """Build components from these copies in the body, in this thread, by name; others from the user's files."""
+    token = _copies.set(copies)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
 
 
 def _is_only_ones_own(path: Path) -> bool:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import get_all_start_methods, parent_process
+from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawArray
 from types import TracebackType
@@ -453,8 +453,11 @@ class BatchPool:
 
     def _new_ring(self) -> _Ring | None:
         """Return a ring for new workers; None if they pass their parts on in shared memory."""
-        is_possible = hasattr(self._dataset.transform, "crop_px") and "fork" in get_all_start_methods()
-        if self._ring_size is None or not is_possible or (self.options.pin_memory and not RINGS_FOR_GPUS):
+        if (
+            self._ring_size is None
+            or not hasattr(self._dataset.transform, "crop_px")
+            or (self.options.pin_memory and not RINGS_FOR_GPUS)
+        ):
             return None
         try:
             return _Ring(self._dataset, self._ring_size, self.options)
@@ -476,7 +479,7 @@ class BatchPool:
             prefetch_factor=ahead,
             timeout=_POLL_S,
             worker_init_fn=start_worker,
-            multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
+            multiprocessing_context="fork",
             generator=torch.Generator(),  # otherwise the workers' seed would be drawn from the global generator
             persistent_workers=True,
         )

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segapp.assembly.data import build_dataset
 from segapp.assembly.pairs import split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
@@ -322,10 +321,9 @@ def _add_pictures(
 
 def _loaded(folder: RunFolder, split: str | None) -> tuple[TrainedModel, SegmentationDataset, str]:
     """Return a run's best network, and the data set and the name of a split, by default of its validation split."""
-    trained = load_trained(str(folder.path))
+    trained = load_trained(str(folder.path), uses=("model.", "data.format"))
     split = split or split_names(trained.config.data)[1]
-    data, seed = trained.config.data, trained.config.seed
-    return trained, build_dataset(data, trained.scheme, split, is_training=False, seed=seed), split
+    return trained, trained.dataset(split), split
 
 
 def evaluate_run(folder: RunFolder, split: str | None, num_worst: int) -> SplitEvaluation:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from segapp.config import RunConfig, changed_keys, check_code, kept_on_resume, load_config, load_runnable, named_config
 from segapp.config.load import find_config, parse_overrides
-from segapp.config.trust import TRACKERS, name_trackers
+from segapp.config.trust import TRACKERS, name_trackers, named_code
+from segapp.custom.sources import Sources, kept_sources
 from segapp.errors import ConfigError, SegappError
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.folder import RunFolder, find_run, is_run, is_sweep, run_folders
@@ -38,6 +39,8 @@ class TrainRequest:
     note: str | None = None
     """Notes that are printed first."""
     limit: ImageLimit | None = None
+    copies: Mapping[str, Sources] = field(default_factory=dict)
+    """The run's copies of components whose files are missing here, by name."""
 
     @property
     def is_new(self) -> bool:
@@ -115,8 +118,27 @@ def _resumed(
     if config is not None:
         own, kept = kept_on_resume(own, load_runnable(config, overrides))
         notes += [f"kept from the run: {line}; name the key on the command line to change it" for line in kept]
-    check_code(own, folder.config_yaml, overrides)
-    return TrainRequest(own, folder, checkpoint=checkpoint, note="\n".join(notes) or None)
+    copies = _copies_of_missing(own, folder)
+    check_code(own, folder.config_yaml, overrides, copies=copies)
+    return TrainRequest(own, folder, checkpoint=checkpoint, note="\n".join(notes) or None, copies=copies)
+
+
+def _copies_of_missing(config: RunConfig, folder: RunFolder) -> dict[str, Sources]:
+    """Return the run's copies of the components that are not found here; ConfigError if there are several versions."""
+    copies = dict[str, Sources]()
+    for key, code in named_code(config).items():
+        kept = [*kept_sources(code.name, folder.parts).values()] if code.source is None else []
+        if len(kept) > 1:
+            folders = ", ".join(printable(str(sources.root)) for sources in kept)
+            raise ConfigError(
+                f"{key} = {code.name} is not found here, and the run has {len(kept)} versions of it ({folders}): copy "
+                "the files of one of them to the current folder",
+                key=key,
+                value=code.name,
+            )
+        if kept:
+            copies[code.name] = kept[0]
+    return copies
 
 
 def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:

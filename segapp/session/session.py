@@ -33,7 +33,7 @@ from segapp.checkpoint.training_state import (
 )
 from segapp.config import RunConfig, component_names, dump_config
 from segapp.config.trust import unnamed_trackers
-from segapp.custom.trust import accepted_sources
+from segapp.custom.trust import accepted_sources, using_copies
 from segapp.errors import (
     CheckpointError,
     ConfigError,
@@ -92,7 +92,11 @@ def run_session(
     Raises:
         SegappError: the training could not begin, or failed.
     """
-    with signals or StopSignals(end_start=end_process) as signals, process_state(request.config.train):
+    with (
+        signals or StopSignals(end_start=end_process) as signals,
+        process_state(request.config.train),
+        using_copies(request.copies),
+    ):
         devices = devices_of_launcher() or plan_devices(request.config)
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)

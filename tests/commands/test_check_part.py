@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import albumentations as A
 import pytest
 import yaml
 
@@ -13,7 +14,7 @@ from segapp.__main__ import main
 from segapp.commands.check_part import check_part
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
-from tests.support.runs import merged
+from tests.support.runs import merged, train
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
 
@@ -91,7 +92,7 @@ BROKEN_PARTS = {
         "unseeded": "gives different results for one seed",
         "wrong_argument": "Argument(s) 'probability' are not valid",
         "no_transform": "makes a list: return a transform of albumentations, a list of them",
-        "failing": "IndexError: index 500 is out of bounds",
+        "failing": "IndexError: index 5000 is out of bounds",
     },
 }
 
@@ -152,3 +153,70 @@ def test_check_part_takes_overrides_as_other_commands_do(
         assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"with its kind, --as model\|loss"):
         check_part(f"{OWN}:Net", None, None)
+
+
+SAVED = """import albumentations as A
+from pathlib import Path
+
+def saved():
+    return A.load(Path(__file__).with_name("saved.json"))
+
+def darkened(share):
+    def apply(image, mask, seed):
+        return image - (seed % 3 * share * image).astype(image.dtype), mask
+    return apply
+"""
+
+
+OWN_STEP = {"saved": {"FILE:saved": None}, "darkened": {"FILE:darkened": {"share": 0.25}}}
+TWO_CROPS = [OWN_STEP["saved"], {"RandomCrop": {"height": 32, "width": 40}}]
+
+
+@pytest.mark.parametrize(
+    ("entries", "crop_px", "code"),
+    [
+        ([{"ScaledCrop": {}}, OWN_STEP["darkened"]], (24, 40), 0),
+        ([{"ScaledCrop": {}}, {"FILE:darkened": {}}], (24, 40), 2),
+        ([OWN_STEP["darkened"], {"RandomCrop": {}}], (24, 40), 2),
+        ([OWN_STEP["saved"]], (32, 40), 0),
+        ([OWN_STEP["saved"]], (32, 48), 2),
+        ([{"OneOf": {"p": 1, "transforms": TWO_CROPS}}], (32, 40), 0),
+        ([{"OneOf": {"transforms": TWO_CROPS}}], (32, 40), 2),
+        ([{"OneOf": {"transforms": TWO_CROPS}}, {"ScaledCrop": {}}], (32, 40), 0),
+        *(([{"ScaledCrop": {}}, {f"{OWN}:{name}": {}}], (24, 40), 2) for name in BROKEN_PARTS["transform"]),
+    ],
+)
+def test_transform_has_one_verdict(
+    entries: list[Any],
+    crop_px: tuple[int, int],
+    code: int,
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file := f"{tmp_path.name}.py").write_text(SAVED)
+    A.save(A.Compose([A.RandomCrop(32, 40), A.HorizontalFlip(), A.GaussianBlur(p=0.3)]), "saved.json")
+    entries = yaml.safe_load(yaml.safe_dump(entries).replace("FILE", file))
+    config = merged(tiny, data={"augment": entries, "crop_px": [*crop_px]}, train={"epochs": 1})
+    assert check_part(None, None, config) == code
+    said = capsys.readouterr().out
+    if code == 0:
+        assert said.endswith(f"one result for each seed, in crops of {crop_px[0]}x{crop_px[1]} px\n")
+        assert train(config, tmp_path / "run") == 0
+        return
+    with pytest.raises(ConfigError) as error:
+        train(config, tmp_path / "run")
+    assert f"FAILED {error.value}\n".replace("\n  data", "\n         data") in said
+
+
+def test_transform_is_tried_in_crops_of_512_px_without_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "import albumentations as A\ndef cropped(crop_px):\n    return A.CenterCrop(*crop_px, pad_if_needed=True)\n"
+    for side, code in ((512, 0), (500, 2)):
+        Path(f"side_{side}.py").write_text(text.replace("*crop_px", f"{side}, crop_px[1]"))
+        assert check_part(f"side_{side}.py:cropped", "transform", None) == code
+    assert "in crops of 512x512 px" in capsys.readouterr().out

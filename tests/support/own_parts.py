@@ -302,4 +302,4 @@ def no_transform() -> list[Any]:
 
 def failing() -> Callable[..., Any]:
     """Fails."""
-    return lambda image, mask, seed: (image[:, 500], mask[:, 500])
+    return lambda image, mask, seed: (image[:, 5000], mask[:, 5000])

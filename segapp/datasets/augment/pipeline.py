@@ -111,6 +111,7 @@ def check_transform(
     for pair in pairs:
         for seed in range(_NUM_SEEDS):
             _try_steps(transform, *pair, seed)
+        _try_steps(transform, *pair, 0, skips=True)
 
 
 def _drawn(size_px: tuple[int, int], image_type: tuple[int, Any], mask_type: Any) -> tuple[Pixels, Pixels]:
@@ -192,13 +193,19 @@ def _cure(leaf: Any, image: Pixels, mask: Pixels) -> str:
     return _VALUES if norms.all() and np.linalg.norm((changes / norms).mean(0)) >= 0.95 else ""
 
 
-def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int) -> None:
-    """Apply the transforms one after the other, each in any case; raise ConfigError for the first wrong result."""
-    resized_by = None
+def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int, *, skips: bool = False) -> None:
+    """Apply the transforms one after the other, each in any case; raise ConfigError for the first wrong result.
+
+    With `skips`, those that a training does not always apply are left out.
+    """
+    resized_by = skipped = None
     for number, step in enumerate(transform.steps):
         parts = [type(leaf).__name__ for leaf in leaves(step)]
         inner = f" ({', '.join(parts)})" if isinstance(step, A.BaseCompose) else ""
         place = f"data.augment[{number}]: {type(step).__name__}{inner}"
+        if skips and step.p < 1:
+            skipped = place
+            continue
         try:
             result = _applied(step, image, mask, seed)
             again = _applied(step, image, mask, seed) if seed == 0 else result
@@ -211,6 +218,9 @@ def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int
         if result[0].shape[:2] != image.shape[:2]:
             resized_by = place
         image, mask = result
+    if image.shape[:2] != transform.crop_px and skipped is not None:
+        size_px = f"{image.shape[0]} x {image.shape[1]} px"
+        raise_problems([f"{skipped} is not always applied, and images have {size_px} without it: set its p to 1"])
     if image.shape[:2] != transform.crop_px:
         raise_problems([_wrong_size(image.shape[:2], transform.crop_px, resized_by)])
 
