@@ -88,7 +88,7 @@ class RunFolder:
         self.saved_plan = self.path / "memory_plan.json"
         """The memory plan at the start of the run."""
         self.parts = self.path / "parts"
-        """Copies of the source files of custom components."""
+        """Copies of the source files of custom components, in a folder for each version."""
         self.tensorboard = self.path / "tensorboard"
         """TensorBoard event files."""
         self.log = self.path / "trainer.log"

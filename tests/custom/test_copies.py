@@ -24,7 +24,9 @@ from tests.support.programs import segapp as run_segapp
 from tests.support.runs import alerts, differing, merged, train
 
 NET = """
+import time
 from tests.support.own_parts import FolderData, Net as Plain, ce
+time.sleep(0.01)  # as long as an import may take, in which another thread imports another version
 from {where}klass_of_copies import CLASS
 
 class Net(Plain):
@@ -159,6 +161,8 @@ def test_copy_that_is_not_as_it_was_does_not_run(
     else:
         (copy if damage == "changed" else copy.with_name("json.py")).write_text("CLASS = 2\n")
     enter(tmp_path / "elsewhere", monkeypatch)
+    with trusting(True):
+        assert plan_request(None, [], None, str(run)).copies == {}
     with pytest.raises(ConfigError, match=r"model.name = net_of_copies.py:Net: there is no file net_of_copies.py"):
         predicted(run)
     write("file", 0)
@@ -224,7 +228,7 @@ def test_trust_is_asked_for_what_a_command_uses(
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_module_that_the_program_has_imported_is_used_if_it_is_equal(
+def test_equal_module_of_the_program_is_used(
     number: int, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trained(tiny, tmp_path / "run", number=1)
