@@ -13,6 +13,7 @@ import io
 import json
 import locale
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
-from segapp.errors import ConfigError, SegappError, StorageError, closest_words
+from segapp.errors import ConfigError, SegappError, StorageError, closest_words, free_or
 from segapp.run.words import ESCAPED, announce_torch, printable
 from segapp.waiting import lines_while, watch_signals
 
@@ -158,7 +159,7 @@ def _one_line_errors(words: list[str], is_debug: bool, *, as_json: bool) -> Iter
         shown = f"{name[:100]}{'...' if len(name) > 100 else ''}: {error.strerror}"
         if error.errno in _NAME_ERRNOS:
             _fail(ConfigError(f"{shown}: use another file or folder", path=name), as_json)
-        _fail(StorageError(f"{shown}: free space or choose another folder", path=name), as_json)
+        _fail(StorageError(f"{shown}: {free_or('choose another folder', error)}", path=name), as_json)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -172,7 +173,9 @@ def _meant_override(error: Any, words: list[str]) -> str | None:
     from segapp.config.words import keys_like
 
     if option in ("--cfg-options", "--opts", "--override"):
-        return f"{option} is no option of segapp: write only the words KEY=VALUE that follow it"
+        given = [word.removeprefix(f"{option}=") for word in words]
+        given = [shlex.quote(word) for word in given if "=" in word and not word.startswith("-")]
+        return f"{option} is no option of segapp: write {' '.join(given) or 'KEY=VALUE'} without it"
     path = option.lstrip("-").replace("-", "_").split(".")
     keys, options = keys_like(path), [name.lstrip("-") for each in command.params for name in each.opts]
     closest = closest_words(path[-1], [*(key.split(".")[-1] for key in keys), *options])

@@ -16,6 +16,7 @@ SegappError                 exit code 1
 
 import contextlib
 import copy
+import errno
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -198,10 +199,19 @@ class StorageError(RunError):
     topic = "disk-full"
 
 
-def cannot_be_written(path: str | os.PathLike[str], error: Exception, advice: str = "choose another --out") -> str:
-    """Return the message for a file that cannot be written: its name, the system's reason, and the advice."""
+def cannot_be_written(
+    path: str | os.PathLike[str], error: Exception, advice: str = "choose another --out"
+) -> StorageError:
+    """Return the error for a file that cannot be written: its name, the system's reason, and the advice."""
     reason = getattr(error, "strerror", None) or error
-    return f"{os.fspath(path)} cannot be written: {reason}: {advice}"
+    found = StorageError(f"{os.fspath(path)} cannot be written: {reason}: {free_or(advice, error)}", path=path)
+    found.topic = None if isinstance(error, NotADirectoryError | IsADirectoryError | FileExistsError) else found.topic
+    return found
+
+
+def free_or(advice: str, error: Exception) -> str:
+    """Return the advice, and before it to free space, if the error is that of a full disk or quota."""
+    return f"free space or {advice}" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else advice
 
 
 @contextlib.contextmanager
@@ -210,7 +220,7 @@ def storage_errors(path: str | os.PathLike[str], advice: str = "choose another -
     try:
         yield
     except OSError as error:
-        raise StorageError(cannot_be_written(path, error, advice), path=path) from None
+        raise cannot_be_written(path, error, advice) from None
 
 
 def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:

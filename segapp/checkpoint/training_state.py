@@ -8,7 +8,9 @@ epoch, position, metric), which stay in every copy of the file.
 """
 
 import math
+import os
 import re
+import shlex
 import socket
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,7 @@ from segapp.run.checkpoints import (
     open_if_intact,
 )
 from segapp.run.files import hash_file, machine_id, reason_of
-from segapp.run.folder import RunFolder
+from segapp.run.folder import RunFolder, run_of_file
 from segapp.run.words import first_line
 
 FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
@@ -242,9 +244,13 @@ def check_resumable(
     differences = resume_differences(saved, config)
     if differences:
         shown = "\n".join(f"  {line}" for line in differences)
+        run = run_of_file(path)
+        ways = f"or start a new run from its weights: model.weights={path}"
+        if run is not None:
+            ways = f"or continue the run as it is: segapp train --resume {shlex.quote(os.path.relpath(run.path))}"
         raise CheckpointError(
             f"{path} cannot be resumed with this config, because these keys differ (saved -> now):\n{shown}\n"
-            "  set them back, or start a new run",
+            f"  set them back, {ways}",
             path=path,
         ).see("resume-refused")
     data: Any = state["data"]

@@ -26,7 +26,7 @@ from segapp.assembly.pairs import count_images, split_names
 from segapp.checkpoint.saver import SAVING_SHARE
 from segapp.config import CheckpointConfig, RunConfig, load_config, validate_config
 from segapp.datasets.sampling import num_batches
-from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
+from segapp.errors import CheckpointError, ConfigError, DataError, cannot_be_written
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.words import duration, printable, size
@@ -81,7 +81,7 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
         try:
             temporary = tempfile.TemporaryDirectory(prefix=".segapp-smoke-", dir=home, ignore_cleanup_errors=True)
         except OSError as error:
-            raise StorageError(f"{home}: {error.strerror}: free space or choose another folder", path=home) from None
+            raise cannot_be_written(home, error, "choose another folder with --run") from None
         with temporary as name:
             folder = Path(name)
             # A mode that this process can run: `auto` would start ranks on several GPUs.

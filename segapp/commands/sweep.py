@@ -358,7 +358,7 @@ def save_sweep(path: Path, runs: Sequence[SweepRun]) -> None:
                     f"{run.folder.path} began with another config ({', '.join(lines)}), and the runs could not be "
                     "compared: name a new sweep, segapp sweep NAME --config FILE ..."
                 )
-    with storage_errors(path, "free space or choose another folder"):
+    with storage_errors(path, "choose another folder"):
         check_locks(path)
         make_durable_directory(path)
         check_tree(path, is_writer=True, max_depth=0)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,6 +93,26 @@ class _FastLoader(_Limits, _Fast):  # type: ignore[misc]
         self.anchors: dict[str, yaml.Node] = {}
 
 
+def _tight_keys(node: Any) -> Iterator[yaml.Node]:
+    """Yield the keys that YAML read together with their values, because a space is missing, as in `{name:dice}`."""
+    for child in node.value if isinstance(node, yaml.SequenceNode) else ():
+        yield from _tight_keys(child)
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name, colon, _ = str(key.value).partition(":")
+        is_left_out = value.start_mark.index == value.end_mark.index
+        if node.flow_style and colon and is_left_out and not {".", "/"} & set(name):  # no custom component
+            yield key
+        yield from _tight_keys(value)
+
+
+def _spaced(text: str, keys: list[yaml.Node]) -> str:
+    """Return the line of the first of such keys with a space after their colons, and without quotes around them."""
+    for key in reversed(keys):
+        name, _, value = str(key.value).partition(":")
+        text = f"{text[: key.start_mark.index]}{name}: {value}{text[key.end_mark.index :]}"
+    return text.splitlines()[keys[0].start_mark.line].strip()
+
+
 def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
@@ -128,8 +150,8 @@ def parse_yaml(
             raise ValueError(f"more than {MAX_CHARS} characters: is it a config?")
         if text.isascii() and not set("\t?|>") & set(text):  # libyaml accepts more around these
             with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
-                return _parse(_FastLoader(text))
-        return _parse(_Loader(text))
+                return _parse(_FastLoader(text), text, key)
+        return _parse(_Loader(text), text, key)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
         number = mark.line + 1 if mark else None if position is None else text.count("\n", 0, position) + 1
@@ -138,10 +160,16 @@ def parse_yaml(
         raise ConfigError(f"{place}: not valid YAML: {problem}", key=key, path=path) from None
 
 
-def _parse(loader: Any) -> tuple[Any, dict[tuple[str, ...], int]]:
+def _parse(loader: Any, text: str, key: str | None) -> tuple[Any, dict[tuple[str, ...], int]]:
     lines: dict[tuple[str, ...], int] = {}
     node = loader.get_single_node()
     if node is None:
         return None, lines
+    if tight := list(_tight_keys(node)):
+        written = _spaced(text, tight) if key is None else shlex.quote(f"{key}={_spaced(text, tight)}")
+        raise yaml.MarkedYAMLError(
+            problem=f"{tight[0].value} lacks a space after its colon: write {written}",
+            problem_mark=tight[0].start_mark,
+        )
     _walk(node, (), lines)
     return loader.construct_document(node), lines

@@ -27,7 +27,7 @@ from segapp.datasets.images.png import decode_png
 from segapp.datasets.images.reading import check_complete, decode
 from segapp.datasets.images.tiff_tags import NODATA_TAG, parse_nodata
 from segapp.datasets.layouts.palettes import palette_of
-from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color
+from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color, without_id
 from segapp.errors import DataError, some_names
 
 Ids = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]
@@ -319,9 +319,13 @@ def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> s
     if all(value % 257 == 0 for value in present):
         return "8-bit ids were scaled to 16 bits when saved: export the masks as 8-bit PNG"
     if unknown == {last + 1} and 0 not in present:
-        return "The ids seem to start at 1: set data.label_map to shift them ({1: 0, 2: 1, ...})"
+        return f"The ids seem to start at 1: set data.label_map: { {value + 1: value for value in range(last + 1)} }"
     if unknown == {last + 1}:
-        return f"One class more than in data.classes: add it, or map {last + 1} to ignore_index in data.label_map"
+        ignored, ids = scheme.ignore_index, without_id(0, scheme.ignore_index, range(last + 2))
+        return (
+            f"One class more than in data.classes: if 0 is unlabeled, set data.label_map: {ids}; if {last + 1} is a "
+            f"class, add its name to data.classes; to ignore it, set data.label_map: {{{last + 1}: {ignored}}}"
+        )
     if unknown == {255}:
         return "255 usually marks ignored pixels: set data.ignore_index to 255, or map it in data.label_map"
     if max(present) <= 33 and scheme.num_classes == 19:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from segapp.compat.torch import rename_dynamic_axes, size_oblivious_export
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
-from segapp.errors import ConfigError, RunError, StorageError, cannot_be_written, install_command
+from segapp.errors import ConfigError, RunError, cannot_be_written, install_command
 from segapp.models import SegmentationModel
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.run.files import open_new, remove_quietly, temporary_name
@@ -249,7 +249,7 @@ def _written(path: Path, suffix: str) -> Iterator[Path]:
         temporary.chmod(mode)  # safetensors replaces the file by a new one with mode 0600
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk
-        raise StorageError(cannot_be_written(path, error), path=path) from None
+        raise cannot_be_written(path, error) from None
     finally:
         remove_quietly(temporary)
 

@@ -274,7 +274,7 @@ def _loaded(file: BinaryIO | Path, num_bytes: int, **options: Any) -> Any:
     try:
         check_values(content, min(num_bytes, _MAX_VALUES), allowed_bytes(file_bytes=num_bytes))
     except ValueError as error:
-        raise CheckpointError(f"the file cannot be used: {error}") from None
+        raise CheckpointError(f"the file cannot be used: {error}; save the tensors again with torch.save") from None
     return content
 
 
@@ -286,6 +286,11 @@ def _refuse_compressed(file: BinaryIO) -> int:
         file.seek(0)
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
+        if any("/code/" in entry.filename for entry in entries):
+            raise CheckpointError(
+                "it is a program of TorchScript: save its weights with "
+                "torch.save(dict(torch.jit.load(path).state_dict()), new_path)"
+            )
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
             raise CheckpointError(
                 "the file is compressed and would unpack to more than its size: "
@@ -301,7 +306,7 @@ def _read_torch(path: Path, key: str) -> Any:
             with path.open("rb") as file:
                 return load_tensors(file)
         except CheckpointError as error:
-            raise _refused(key, path, f"{path}: {error}; save the tensors again with torch.save") from error
+            raise _refused(key, path, f"{path}: {error}") from error
         except pickle.UnpicklingError as error:
             if "global" not in str(error).lower():
                 raise

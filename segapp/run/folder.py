@@ -358,6 +358,8 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
             raise ConfigError(
                 f"{what} is a sweep: name one of its runs{example} (`segapp ls {what}` lists them)", path=what
             )
+    if Path(what).is_dir():
+        raise ConfigError(f"{what}: a folder without run.json, so not a run (`segapp ls` lists all)", path=what)
     there = did_you_mean(str(what), names, most=3) or (f"there are {', '.join(names[:3])}" if names else "")
     raise ConfigError(
         f"{what}: no such run: {there or f'there are no runs in {root}'} (`segapp ls` lists all)", path=what

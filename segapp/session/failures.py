@@ -16,6 +16,7 @@ from segapp.errors import (
     RunError,
     SegappError,
     StorageError,
+    free_or,
 )
 from segapp.losses.additive import PlainLossError
 from segapp.memory.oom import is_out_of_memory
@@ -50,7 +51,7 @@ def as_segapp_error(error: Exception, parts: Mapping[str, str] = MappingProxyTyp
         )
     if isinstance(error, OSError) and error.errno is not None:
         return StorageError(
-            f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
+            f"{error.filename or 'the run folder'}: {error.strerror}: {free_or('choose another folder', error)}"
         )
     if isinstance(error, PlainLossError):
         losses = " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss."))

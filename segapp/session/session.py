@@ -471,7 +471,7 @@ def _prepare_events(
             event_log.emit(Alert(kind="parts", message=message, step=checkpoint.step))
         saved, num_batches = checkpoint.state["config"]["train"], len(trainer.train_loader)
         note = changed_length_note(saved, config, num_batches, checkpoint.step, trainer.lr_factor)
-        if note is not None and not trainer.progress.is_complete:
+        if note is not None and not (trainer.progress.is_complete or trainer.facts.is_trial):
             event_log.emit(Alert(kind="schedule", message=note, step=checkpoint.step))
     is_divided = context.ranks.world_size > 1 or len(trainer.facts.start.devices) > 1 or config.train.accumulate > 1
     if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,13 @@ from segapp.run.words import first_line, printable
 from segapp.scores import SCORES, count_scored, score_named
 
 _FILES_OF_WANDB = ("wandb/settings", ".wandb/settings", "config-defaults.yaml")
-_OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
+_CURES = {
+    "tensorboard": "set log.tensorboard: false",
+    "wandb": "set WANDB_MODE=offline, or log.wandb: null",
+    "mlflow": "set log.mlflow: null",
+}
+_ANSWER_S = "6"
+"""Seconds in which a server of W&B or MLflow must answer, unless the user's variables say otherwise."""
 
 
 class Tracker(Protocol):
@@ -115,7 +122,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine."""
+    """Logs to Weights & Biases; with WANDB_MODE=offline, or without an answer of the server, to this machine only."""
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it sends tracebacks to its makers
@@ -127,14 +134,30 @@ class WandbTracker:
 
         import wandb
 
+        def init(**options: Any) -> Any:
+            return wandb.init(
+                project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(settings),
+                settings=wandb.Settings(console="off", silent=True, **options),
+            )  # fmt: skip
+
         with (  # raises if wandb has no such attribute, so another version reads none of these files either
             mock.patch.object(wandb.Settings, "settings_workspace", os.devnull),
             mock.patch("wandb.sdk.wandb_config.Config._load_defaults"),
+            open(os.devnull) as no_terminal,
+            mock.patch.object(sys, "stdin", no_terminal),  # without a key, wandb would ask for one and wait
         ):
-            self._run: Any = wandb.init(
-                project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(settings),
-                settings=wandb.Settings(console="off", silent=True),
-            )  # fmt: skip
+            if "WANDB_MODE" in os.environ:
+                self._run: Any = init()
+                return
+            try:
+                self._run = init(init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _ANSWER_S)))
+            except Exception as error:  # no network, no key, a server that refuses it
+                what = printable(without_secrets(f"{type(error).__name__}: {first_line(error)}"))[:300]
+                if wandb.run is None:
+                    wandb.teardown()  # else its service holds the id of this run
+                self._run = init(mode="offline")
+                note = f"log.wandb continues offline ({what}): upload the run later with wandb sync"
+                print(f"note: {note} {shlex.quote(os.path.dirname(self._run.dir))}", file=sys.stderr)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -154,6 +177,8 @@ class MlflowTracker:
 
     def __init__(self, uri: str, experiment: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it sends statistics to its makers
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", _ANSWER_S)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # else a step waits for minutes if it is down
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
 
@@ -213,7 +238,7 @@ def make_trackers(
         except Exception as error:  # no login, no server, no disk space
             what = without_secrets(f"{type(error).__name__}: {first_line(error)}")
             raise ConfigError(
-                f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
+                f"log.{name} cannot be used: {printable(what)[:300]}: correct it, or {_CURES[name]}", key=f"log.{name}"
             ) from None
         listeners.append(TrackerListener(name, tracker, classes, config.checkpoint.monitor))
 

@@ -9,10 +9,12 @@ Shapes: H, W height and width in pixels; B bands.
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,17 @@ Window = tuple[slice, slice]
 
 _CACHE_MIB = 64
 """Size of GDAL's cache of decoded blocks in each process; its default is a share of the machine's memory."""
+
+
+_FILTERS = threading.RLock()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hide warnings about files without a georeference; in two threads at a time, one would keep the other's filters."""
+    with _FILTERS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def require_rasterio(path: Path, what: str) -> None:
@@ -48,12 +61,11 @@ def opened(path: Path, page: int | None = None) -> Iterator[Any]:
 
     logging.getLogger("rasterio").setLevel(logging.CRITICAL)  # damaged files raise
     options = {"GDAL_CACHEMAX": _CACHE_MIB, "GDAL_DISABLE_READDIR_ON_OPEN": "EMPTY_DIR", "GDAL_PAM_ENABLED": "NO"}
+    full = path.absolute()  # rasterio takes a file "http:box:80?x.tif" for an address
+    name = full if page is None else f"GTIFF_DIR:{page}:{full}"
     try:
         with rasterio.Env(**options):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about files without a georeference
-                full = path.absolute()  # rasterio takes a file "http:box:80?x.tif" for an address
-                name = full if page is None else f"GTIFF_DIR:{page}:{full}"
+            with _without_warnings():
                 source = rasterio.open(name, driver="GTiff")
             with source:
                 yield source
@@ -107,7 +119,10 @@ def outlines(values_HW: NDArray[Any], mask_HW: NDArray[np.bool_]) -> Iterator[tu
     """Yield the regions of equal values, connected by the sides of pixels, as GeoJSON polygons in pixels."""
     from rasterio.features import shapes
 
-    yield from ((geometry, int(value)) for geometry, value in shapes(values_HW, mask_HW, connectivity=4))
+    regions = shapes(values_HW, mask_HW, connectivity=4)
+    with _without_warnings():
+        first = list(islice(regions, 1))  # finds all of them
+    yield from ((geometry, int(value)) for geometry, value in chain(first, regions))
 
 
 def _profile(size: tuple[int, int], dtype: np.dtype[Any], count: int, place: Georeference | None) -> dict[str, Any]:
@@ -133,8 +148,7 @@ def encode_bands(
     from rasterio.io import MemoryFile
 
     height, width, count = pixels.shape
-    with warnings.catch_warnings(), rasterio.Env(GDAL_PAM_ENABLED="NO"), MemoryFile() as memory:
-        warnings.simplefilter("ignore")  # about files without a georeference
+    with _without_warnings(), rasterio.Env(GDAL_PAM_ENABLED="NO"), MemoryFile() as memory:
         with memory.open(
             **_profile((height, width), pixels.dtype, count, None),
             interleave="pixel",
@@ -237,6 +251,7 @@ def _storage_errors() -> Iterator[None]:
     from rasterio.errors import RasterioError
 
     try:
-        yield
+        with _without_warnings():
+            yield
     except RasterioError as error:
         raise OSError(str(error)) from error

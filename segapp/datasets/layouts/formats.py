@@ -30,6 +30,7 @@ from segapp.datasets.layouts.schemes import (
     check_colors,
     check_label_map,
     check_names,
+    instead_of_class,
 )
 from segapp.datasets.walk import on_disk
 from segapp.errors import ConfigError, DataError, accepted_words, closest_words
@@ -138,12 +139,8 @@ def class_scheme(
         return ClassScheme(names, colors, ignore_index=-1, multilabel=multilabel, ignored_value=ignore_index)
     ignored = int(ignore_index) if ignore_index is not None else 255 if len(names) <= 255 else -1
     if not -32_767 <= ignored <= 32_767 or 0 <= ignored < len(names):
-        raise ConfigError(
-            f"ignore_index={ignored} must be outside the class ids 0..{len(names) - 1} and within -32767..32767: "
-            "use 255, or -1 with 256 classes and more",
-            key="data.ignore_index",
-            value=ignored,
-        )
+        advice = instead_of_class(names, ignored, label_map, is_fixed=bool(known.names) and not has_own_classes)
+        raise ConfigError(f"ignore_index={ignored} {advice}", key="data.ignore_index", value=ignored)
     train_id_suffix = known.train_id_suffix if label_map is None else None
     if label_map is None and known.label_map is not None and not rgb:
         if has_own_classes:

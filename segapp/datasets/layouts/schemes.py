@@ -5,7 +5,7 @@ Colors are RGB in 0..255.
 
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -226,6 +226,36 @@ def check_names(format: str, names: tuple[str, ...]) -> None:
         )
     if len(names) > MAX_CLASSES:
         raise ConfigError(f"classes: {len(names)} names, at most {MAX_CLASSES} are possible", key="data.classes")
+
+
+def without_id(ignored: int, to: int, ids: Iterable[int]) -> dict[int, int]:
+    """Return the label map that maps one of the ids of masks to `to`, and the others to the classes from 0 on.
+
+    >>> without_id(1, 255, range(4))
+    {0: 0, 1: 255, 2: 1, 3: 2}
+    """
+    return {value: to if value == ignored else value - (value > ignored) for value in ids}
+
+
+def instead_of_class(
+    names: Sequence[str], ignored: int, label_map: Mapping[int, int] | None, *, is_fixed: bool
+) -> str:
+    """Return why an `ignore_index` is refused, and the keys that ignore these pixels instead."""
+    to, num = 255 if len(names) < 255 else -1, len(names)
+    if not 0 <= ignored < num or is_fixed:
+        why = "is a class of the format" if 0 <= ignored < num else "must be within -32767..32767"
+        return f"{why}: leave data.ignore_index out, which is {to} then"
+    ways = []
+    if not label_map:
+        new = without_id(ignored, to, range(num + 1))
+        ways.append(f"if it marks pixels of none of the {num} classes, set data.label_map: {new}")
+    if num > 2:
+        ids = {value: value for value in range(num)} | dict(label_map or {})
+        classes = without_id(ignored, to, range(num)) | {to: to}
+        new = {value: classes[train_id] for value, train_id in ids.items() if train_id in classes}
+        ways.append(f"to ignore {names[ignored]}, remove it from data.classes and set data.label_map: {new}")
+    does = "; ".join(f"{way} and data.ignore_index: {to}" for way in ways) or f"use data.ignore_index: {to}"
+    return f"is the id of the class {names[ignored]}: {does}"
 
 
 def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignore_index: int) -> None:

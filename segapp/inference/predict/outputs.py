@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
 from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
+from segapp.errors import ConfigError, accepted_words, cannot_be_written
 from segapp.inference.drawing import blend, colorize
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
 from segapp.inference.predict.predictor import Strip
@@ -160,8 +160,7 @@ class _Writer:
         try:
             yield
         except OSError as error:
-            advice = "free space or choose another --out"
-            raise StorageError(cannot_be_written(self.path, error, advice), path=self.path) from None
+            raise cannot_be_written(self.path, error) from None
 
     def begin(self) -> None:
         """Write the head of the file before the first rows, if it has one."""
