@@ -7,6 +7,7 @@ import pytest
 from segapp.config import RunConfig
 from segapp.config.load import config_of
 from segapp.errors import ConfigError
+from tests.support.cures import followed
 
 LABELS_31, LABELS_32 = (f"data.classes=[{','.join(f'c{i}' for i in range(count))}]" for count in (31, 32))
 SETS = "data.format=folder; loss.name=bce; data.multilabel=channels; "
@@ -88,6 +89,66 @@ RULES: list[tuple[str, str, str, str]] = [
     ),
 ]
 
+# part of a message of RULES -> what it tells the user to do, way by way; of the others, `accepted` is the way
+WAYS: dict[str, tuple[str, ...]] = {
+    "67 megapixels": ("data.crop_px=[8192,8191]",),
+    "add up to 1.25": ("data.cutmix=0.25",),
+    "is empty: list": ("data.augment=[ScaledCrop]", "data.augment=null"),
+    "needs ScaledCrop": ("data.augment=[ScaledCrop, RandomCrop]",),
+    "built-in transforms": ("-data.hflip; data.augment=[{HorizontalFlip: {p: 0.4}}, Blur]",),
+    "does not fix the classes": ("data.classes=[a,b]",),
+    "is one class": ("data.classes=[background,a]", "data.multilabel=channels; loss.name=bce"),
+    "needs {class}": ("data.mask_dir=masks/{class}", "data.mask_suffix='_{class}.png'"),
+    "class-balanced needs": ("data.sampling=uniform",),
+    "cannot be combined with data.multilabel": ("-data.label_map",),
+    "rgb_masks needs one color": ("data.classes=[a,b]; data.palette=[[1,2,3],[4,5,6]]",),
+    "3 colors, but data.classes has 2": ("data.palette=[[0,0,0],[9,9,9]]",),
+    "needs the bands": ("data.bands=[1, 2, 3]",),
+    "for 3 bands: give one": ("data.value_range=[[0,1]]", "data.value_range=[[0,1],[0,2],[0,3]]"),
+    "give 4, or": ("data.mean=[0,0,0,0]", "data.mean=[0,0,0]"),
+    "has 1 values for 3 bands": ("data.std=[1,1,1]",),
+    "model.encoder=resnet34": (
+        "model.encoder=resnet34",
+        "model.encoder=efficientnet-b3",
+        "model.encoder=tu-convnext_tiny",
+    ),
+    "model.freeze: name": ("model.freeze=[backbone]", "-model.freeze_epochs"),
+    "eomt needs one": ("model.encoder=tu-vit_small_patch16_dinov3",),
+    "is for eomt": (
+        "loss.name=ce",
+        "model.library=segapp; model.name=eomt; model.encoder=tu-vit_small_patch16_dinov3",
+    ),
+    "mask_classification: leave it out": ("-loss.plus",),
+    "softmax: use ce": (
+        "loss.name=ce",
+        "loss.plus=[{name: bce}]; data.multilabel=channels; data.format=folder; data.classes=[a,b]",
+    ),
+    "loss.plus.1.name: ce is": tuple(f"{PLUS}, {{name: {name}}}]" for name in ("bce", "dice", "tversky", "focal")),
+    "ohem is for one class": tuple(f"loss.name={name}" for name in ("bce", "dice", "tversky", "focal")),
+    "cannot be added": (f"-loss.plus; {EOMT}",),
+    "not dice": ("loss={name: dice, label_smoothing: 0}",),
+    "are not used": ("loss.class_weights=null",),
+    "momentum > 0": ("optim.momentum=0.9",),
+    "above optim.lr": ("schedule.min_lr=0.01",),
+    "list the epochs": ("schedule={name: step, options: {epochs: [60, 80]}}",),
+    "has its own warm-up": ("schedule={name: onecycle, warmup_steps: 0}",),
+    "mode: dp: use": ("parallel.mode=single", "parallel.mode=ddp", "train.compile=false"),
+    "mode: ddp: use": ("parallel.mode=single", "train.compile=true"),
+    "of its graph": ("train.compile=true", "train.accumulate=1"),
+    "support distill": ("train.compile=false", "-distill"),
+    "use 0 to 8": ("parallel.gpu0_bsz=0", "parallel.gpu0_bsz=8", "parallel.gpu0_bsz=null"),
+    "keep one of them": ("-parallel.shares", "-parallel.gpu0_bsz"),
+    "name at least one device": ("parallel.devices=[0]", "parallel.devices=auto"),
+    "eomt does not": (*(f"parallel.mode={mode}" for mode in ("single", "dp", "ddp")), "-model; -loss.name"),
+    "1 budgets for 2": (f"{BUDGET}=[1,1]",),
+    "give one number per device": (f"{BUDGET}=null", f"{BUDGET}=[1]; parallel.devices=[0]"),
+    "parts of the model: leave": (f"-{BUDGET}",),
+    "has no term": (f"distill={{teacher: t, {NO_TERM.replace('holistic: 0', 'holistic: 1')}}}", "-distill"),
+    "parallel.mode: model: use": (*(f"parallel.mode={mode}" for mode in ("single", "dp", "ddp")), "-distill"),
+    "can be the teacher": ("-distill",),
+    "leave it out with data.multilabel": ("-distill",),
+}
+
 
 def built(words: str) -> RunConfig:
     given = [word for word in words.split("; ") if word]
@@ -102,3 +163,5 @@ def test_rule_holds_up_to_its_bound(key: str, accepted: str, refused: str, part:
     problems = str(caught.value).splitlines()
     found = [line for line in problems if line.strip().startswith((f"config: {key}: ", f"config: {key} = "))]
     assert any(part in line for line in found), problems
+    for way in next((ways for said, ways in WAYS.items() if said in found[0]), (accepted,)):
+        built("; ".join(followed(refused.split("; "), way.split("; "))))

@@ -155,7 +155,9 @@ def _as_flow(loc: Sequence[str], value: object, expected: str) -> str:
     with contextlib.suppress(ConfigError):
         meant, _ = parse_yaml(f"[{text}]")
         if meant and None not in (meant[0].values() if isinstance(meant[0], dict) else ()):
-            return f": write {yaml.safe_dump(meant if is_list else meant[0], default_flow_style=True, width=1e9).strip()}"
+            return (
+                f": write {yaml.safe_dump(meant if is_list else meant[0], default_flow_style=True, width=1e9).strip()}"
+            )
     return ""
 
 
@@ -217,7 +219,7 @@ _DATA: tuple[Rule, ...] = (
     ("data.classes", lambda c: c.data.format in {"folder", "list"} and not c.data.classes,
      "is missing: format {data.format} does not fix the classes; list their names in id order"),
     ("data.classes", lambda c: c.data.classes and len(c.data.classes) == 1 and c.data.multilabel is None,
-     "{data.classes} is one class: add the background, or set data.multilabel: channels"),
+     "{data.classes} is one class: add the background, or set data.multilabel: channels and loss.name: bce"),
     ("data.valid_area", lambda c: c.data.valid_area and c.data.format not in {"folder", "list"},
      "is for the formats folder and list, not {data.format}: set it to null"),
     ("data.palette", lambda c: c.data.rgb_masks and not c.data.palette,
@@ -247,7 +249,7 @@ _MULTILABEL: tuple[Rule, ...] = (
 
 _SOFTMAX: tuple[Rule, ...] = (
     ("loss.plus", lambda c: {"bce"} < {term.name for term in (c.loss, *c.loss.plus)},
-     "adds losses of sigmoids (bce) and softmax: use ce, or data.multilabel"),
+     "adds losses of sigmoids (bce) and softmax: use ce as loss.name, or only bce with data.multilabel"),
 )
 
 _COMPONENTS: tuple[Rule, ...] = (
@@ -281,7 +283,8 @@ _MODEL: tuple[Rule, ...] = (
      "is missing: the models of model.library = smp are built on an encoder: add e.g. model.encoder=resnet34, "
      "efficientnet-b3 or tu-convnext_tiny (segapp models lists all)"),
     ("loss.name", lambda c: not c.model.is_eomt and c.loss.name == "mask_classification",
-     "mask_classification is for eomt: use ce, or model.library: segapp and model.name: eomt"),
+     "mask_classification is for eomt: use ce, or model.library: segapp, model.name: eomt and model.encoder: "
+     "tu-vit_small_patch16_dinov3"),
 )
 
 _EOMT: tuple[Rule, ...] = (

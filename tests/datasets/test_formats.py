@@ -1,11 +1,14 @@
 """Pairs of layouts on disk, and train ids of file ids against the publishers' tables."""
 
+import ast
 import os
 import pickle
+import re
 import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from segapp.datasets.files import ImagePair, shared_images
@@ -275,8 +278,6 @@ def test_target_types_hold_all_ids(num_classes: int, ignore_index: int, dtype: s
     [
         ({}, "needs classes"),
         ({"classes": ["a", "b", "a"]}, "'a' is listed twice"),
-        ({"classes": ["a", "b"], "ignore_index": 1}, "must be outside the class ids"),
-        ({"classes": ["a", "b"], "ignore_index": 0}, "must be outside the class ids"),
         ({"classes": ["a"], "ignore_index": 32_768}, "within -32767..32767"),
         ({"classes": ["a"], "ignore_index": -32_768}, "within -32767..32767"),
         ({"classes": ["a", "b"], "label_map": {7: 2}}, "7 -> 2 is not a class id"),
@@ -289,6 +290,40 @@ def test_target_types_hold_all_ids(num_classes: int, ignore_index: int, dtype: s
 def test_inconsistent_class_schemes_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         class_scheme("folder", **options)
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 2])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_ignored_class_is_answered_with_a_map_that_works(ignored: int, is_named: bool) -> None:
+    """Ids of masks around the ignored one, of unequal areas; it has a name of its own in data.classes, or none."""
+    names, areas = ["road", "car", "sky"], [5, 11, 2, 7][: 3 if is_named else 4]
+    with pytest.raises(ConfigError) as caught:
+        class_scheme("folder", classes=names, ignore_index=ignored)
+    way = str(caught.value).partition(": ")[2].split("; ")[is_named]
+    assert way.startswith(f"to ignore {names[ignored]}, remove it from data.classes and set " if is_named else "if it")
+    label_map, value = re.findall(r"data.label_map: ({.*}) and data.ignore_index: (\d+)$", way)[0]
+    kept = [name for name in names if not (is_named and name == names[ignored])]
+    scheme = class_scheme("folder", classes=kept, label_map=ast.literal_eval(label_map), ignore_index=int(value))
+    targets = scheme.table[np.repeat(np.arange(len(areas)), areas)]
+    counts = [int((targets == each).sum()) for each in (*range(len(kept)), 255)]
+    assert counts == [area for each, area in enumerate(areas) if each != ignored] + [areas[ignored]]
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "says"),
+    [
+        ("camvid", {}, "is a class of the format: leave data.ignore_index out, which is 255 then"),
+        ("folder", {"classes": ["a", "b"], "label_map": {0: 0, 7: 1}}, "id of the class b: use data.ignore_index: 255"),
+        (
+            "list",
+            {"classes": ["a", "b", "c"], "label_map": {9: 1, 7: 2}},
+            "set data.label_map: {0: 0, 1: 255, 2: 1, 9: 255, 7: 1}",
+        ),
+    ],
+)
+def test_ignored_class_of_a_format_or_map_is_answered(format: str, options: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        class_scheme(format, ignore_index=1, **options)
 
 
 def test_own_classes_of_a_published_format_need_a_label_map() -> None:

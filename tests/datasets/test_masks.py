@@ -220,8 +220,14 @@ def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
     [
         ([[0, 3, 3, 254]], 3, 255, r"outside the 3 classes: 3 \(2 px\), 254 \(1 px\)"),
         ([[0, 255, 255, 0]], 2, -1, r"255 \(2 px\)\. A black and white mask: set data.label_map"),
-        ([[1, 2, 3, 3]], 3, 255, r"3 \(2 px\)\. The ids seem to start at 1"),
-        ([[0, 2, 3, 3]], 3, 255, r"One class more than in data.classes"),
+        ([[1, 2, 3, 3]], 3, 255, r"3 \(2 px\)\. The ids seem to start at 1: set data.label_map: {1: 0, 2: 1, 3: 2}$"),
+        (
+            [[0, 2, 3, 3]],
+            3,
+            250,
+            r"One class more than in data.classes: if 0 is unlabeled, set data.label_map: {0: 250, 1: 0, 2: 1, 3: 2}; "
+            r"if 3 is a class, add its name to data.classes; to ignore it, set data.label_map: {3: 250}$",
+        ),
         ([[0, 1, 2, 255]], 3, -1, r"255 usually marks ignored pixels"),
         ([[7, 26, 33, 0]], 19, 255, r"Cityscapes label ids"),
         ([[14, 38, 52, 75]], 5, 255, r"gray levels"),

@@ -237,9 +237,7 @@ def without_id(ignored: int, to: int, ids: Iterable[int]) -> dict[int, int]:
     return {value: to if value == ignored else value - (value > ignored) for value in ids}
 
 
-def instead_of_class(
-    names: Sequence[str], ignored: int, label_map: Mapping[int, int] | None, *, is_fixed: bool
-) -> str:
+def instead_of_class(names: Sequence[str], ignored: int, label_map: Mapping[int, int] | None, *, is_fixed: bool) -> str:
     """Return why an `ignore_index` is refused, and the keys that ignore these pixels instead."""
     to, num = 255 if len(names) < 255 else -1, len(names)
     if not 0 <= ignored < num or is_fixed:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
 
 from rasterio.transform import Affine  # noqa: E402
 
 from segapp.datasets.files import ImagePair  # noqa: E402
-from segapp.datasets.images.raster import check_same_place, read_georeference  # noqa: E402
+from segapp.datasets.images.raster import (  # noqa: E402
+    IDENTITY,
+    Georeference,
+    GeoTiffWriter,
+    check_same_place,
+    outlines,
+    read_bands,
+    read_georeference,
+)
 from segapp.datasets.inspection import examine  # noqa: E402
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs  # noqa: E402
 from segapp.datasets.targets import read_targets  # noqa: E402
@@ -40,6 +51,27 @@ def pixels_of(number: int, count: int, top: int) -> np.ndarray:
 
 def shifted(**changes: float) -> tuple[float, ...]:
     return tuple(value + changes.get(name, 0.0) for name, value in zip("abcdef", GRID, strict=True))
+
+
+def test_files_without_georeference_warn_nobody(tmp_path: Path) -> None:
+    """In several threads at a time, after which the caller's filters are those of before."""
+    for number in range(3):
+        Image.fromarray(np.full((5 + number, 7), number, np.uint8)).save(tmp_path / f"{number}.tif")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        filters = list(warnings.filters)
+        with ThreadPoolExecutor(6) as threads:
+            shapes = list(threads.map(lambda n: read_bands(tmp_path / f"{n % 3}.tif", [1]).shape, range(60)))
+        regions = outlines(np.arange(6, dtype=np.uint8).reshape(2, 3), np.ones((2, 3), bool))
+        assert sorted(value for _, value in regions) == [0, 1, 2, 3, 4, 5]
+        writer = GeoTiffWriter(tmp_path / "new.tif", (2, 3), Georeference(None, IDENTITY))
+        writer.write(np.zeros((2, 3), np.uint8))
+        writer.finish()
+        assert list(warnings.filters) == filters
+    assert [
+        str(each.message) for each in caught if "eoref" in str(each.message) or "dentity" in str(each.message)
+    ] == []
+    assert shapes == [(5 + n % 3, 7, 1) for n in range(60)]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 
+from segapp.config.load import config_of
 from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, Memory, RunEnd, Step, Val
@@ -136,6 +140,80 @@ def test_wandb_reads_nothing_of_the_folder(
     assert found[0] == ({"planted": 1}, "http://a.stranger", "http://b", True, "http://own:1", "me", True)
     assert found[1] == ({}, wandb.Settings().base_url, None, False, "http://own:1", "me", False)
     assert f"log.wandb does not read {folder}/settings, config-defaults.yaml in the" in capsys.readouterr().err
+
+
+def without_wandb_variables(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("fault", ["no key", "refused", "silent"])
+def test_wandb_without_an_answer_continues_offline(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a terminal, where wandb would ask for a key and wait."""
+    wandb = pytest.importorskip("wandb")
+    server = socket.create_server(("127.0.0.1", 0))  # accepts connections into its queue and answers none
+    port = 9 if fault == "refused" else server.getsockname()[1]
+    key = {} if fault == "no key" else {"WANDB_API_KEY": "a" * 40}
+    without_wandb_variables(monkeypatch, WANDB_BASE_URL=f"http://127.0.0.1:{port}", **key)
+    monkeypatch.setattr("wandb.errors.term._sys_stderr_isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", Mock(isatty=lambda: True, readline=Mock(side_effect=AssertionError("asked"))))
+    wandb.teardown()
+    start_s = time.monotonic()
+    tracker = WandbTracker(tmp_path, "tests", {"optim.lr": 0.1}, "odd-7", "name")
+    assert time.monotonic() - start_s < 15
+    tracker.scalars({"train/loss": 0.25}, 7)
+    tracker.close("finished", {})
+    wandb.teardown()
+    server.close()
+    said = capsys.readouterr().err
+    folder = Path(
+        re.findall(r"log\.wandb continues offline \(.*\): upload the run later with wandb sync (\S+)", said)[0]
+    )
+    assert folder.parent == tmp_path / "wandb"
+    assert b"train/loss" in (folder / "run-odd-7.wandb").read_bytes()
+    assert "Enter your choice" not in said
+
+
+@pytest.mark.parametrize(("mode", "timeout"), [(None, None), (None, "30.5"), ("online", None), ("shared", "2")])
+def test_mode_and_timeout_of_wandb_are_the_users(
+    mode: str | None, timeout: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"WANDB_MODE": mode, "WANDB_INIT_TIMEOUT": timeout}
+    without_wandb_variables(monkeypatch, **{name: value for name, value in given.items() if value is not None})
+    fake = Mock(init=Mock(side_effect=[OSError("no route"), Mock(dir="w/files")]), Settings=dict, run=None)
+    fake.Settings = type("Settings", (dict,), {"settings_workspace": "wandb/settings"})
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    if mode is not None:
+        with pytest.raises(OSError, match="no route"):
+            WandbTracker(tmp_path, "tests", {}, "id", "name")
+    else:
+        WandbTracker(tmp_path, "tests", {}, "id", "name")
+    asked = [each.kwargs["settings"] for each in fake.init.call_args_list]
+    first = {} if mode is not None else {"init_timeout": float(timeout or 6)}
+    plain = {"console": "off", "silent": True}
+    assert asked == [plain | first, plain | {"mode": "offline"}][: 2 if mode is None else 1]
+    assert fake.teardown.call_count == (mode is None)
+
+
+def test_mlflow_without_an_answer_is_refused_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    server = socket.create_server(("127.0.0.1", 0))
+    base = {"name": "x", "data": {"format": "voc", "root": "d"}}
+    config = config_of(base, [f"log.mlflow=http://127.0.0.1:{server.getsockname()[1]}", "log.tensorboard=false"])
+    start_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"log\.mlflow cannot be used: .*: correct it, or set log\.mlflow: null$"):
+        make_trackers(config, RunFolder.create(path=tmp_path / "run"), ["a"], None)
+    assert time.monotonic() - start_s < 15
+    server.close()
+    cured = config_of(config.model_dump(mode="json"), ["log.mlflow=null"])
+    assert make_trackers(cured, RunFolder(tmp_path / "run"), ["a"], None) == []
 
 
 @pytest.mark.slow
