@@ -38,7 +38,7 @@ _FILTERS = threading.RLock()
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Hide warnings about files without a georeference; in two threads at a time, one would keep the other's filters."""
+    """Hide warnings about a missing georeference; in two threads at a time, one would keep the other's filters."""
     with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
