@@ -144,20 +144,16 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
 
 def _as_flow(loc: Sequence[str], value: object, expected: str) -> str:
     """Return ": write [512, 512]" for a value that lacks only the brackets or spaces of what is expected; else ""."""
-    is_list = expected == _ACCEPTED["list_type"]
+    is_list, text = expected == _ACCEPTED["list_type"], str(value).strip("[]{} ")
     if not isinstance(value, str | dict) or not (is_list or expected == _ACCEPTED["dict_type"]):
         return ""
-    text = yaml.safe_dump(value, default_flow_style=True) if isinstance(value, dict) else value.strip("[]{} ")
-    if is_list and loc[-1] not in LISTS_OF_SECTIONS:
-        text = re.sub(r"(?<=\d)x(?=\d)", ",", text)  # 512x512
-    elif isinstance(value, str):
+    text = re.sub(r"(?<=\d)x(?=\d)", ",", text)  # 512x512
+    if not is_list or loc[-1] in LISTS_OF_SECTIONS:
         text = "{" + re.sub(r"(^|[,{] *)(\w+):(?=\S)", r"\1\2: ", text) + "}"
     with contextlib.suppress(ConfigError):
         meant, _ = parse_yaml(f"[{text}]")
         if meant and None not in (meant[0].values() if isinstance(meant[0], dict) else ()):
-            return (
-                f": write {yaml.safe_dump(meant if is_list else meant[0], default_flow_style=True, width=1e9).strip()}"
-            )
+            return f": write {yaml.safe_dump(meant if is_list else meant[0], default_flow_style=True).strip()}"
     return ""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,27 +92,10 @@ class _FastLoader(_Limits, _Fast):  # type: ignore[misc]
         self.anchors: dict[str, yaml.Node] = {}
 
 
-def _tight_keys(node: Any) -> Iterator[yaml.Node]:
-    """Yield the keys that YAML read together with their values, because a space is missing, as in `{name:dice}`."""
-    for child in node.value if isinstance(node, yaml.SequenceNode) else ():
-        yield from _tight_keys(child)
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        name, colon, _ = str(key.value).partition(":")
-        is_left_out = value.start_mark.index == value.end_mark.index
-        if node.flow_style and colon and is_left_out and not {".", "/"} & set(name):  # no custom component
-            yield key
-        yield from _tight_keys(value)
-
-
-def _spaced(text: str, keys: list[yaml.Node]) -> str:
-    """Return the line of the first of such keys with a space after their colons, and without quotes around them."""
-    for key in reversed(keys):
-        name, _, value = str(key.value).partition(":")
-        text = f"{text[: key.start_mark.index]}{name}: {value}{text[key.end_mark.index :]}"
-    return text.splitlines()[keys[0].start_mark.line].strip()
-
-
-def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+def _walk(
+    node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], tight: dict[yaml.Node, str]
+) -> None:
+    """Note the line of each key, and the keys that hold their values because a space is missing, as `{name:dice}`."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -128,11 +110,15 @@ def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], i
                 )
             seen.add(name)
             lines[(*path, name)] = key.start_mark.line + 1
-            _walk(value, (*path, name), lines)
+            first, colon, rest = name.partition(":")
+            is_left_out = value.start_mark.index == value.end_mark.index
+            if node.flow_style and colon and is_left_out and not {".", "/"} & set(first):  # no custom component
+                tight[key] = f"{first}: {rest}"
+            _walk(value, (*path, name), lines, tight)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             lines[(*path, str(index))] = value.start_mark.line + 1
-            _walk(value, (*path, str(index)), lines)
+            _walk(value, (*path, str(index)), lines, tight)
 
 
 def parse_yaml(
@@ -165,11 +151,14 @@ def _parse(loader: Any, text: str, key: str | None) -> tuple[Any, dict[tuple[str
     node = loader.get_single_node()
     if node is None:
         return None, lines
-    if tight := list(_tight_keys(node)):
-        written = _spaced(text, tight) if key is None else shlex.quote(f"{key}={_spaced(text, tight)}")
+    tight: dict[yaml.Node, str] = {}
+    _walk(node, (), lines, tight)
+    for wrong, meant in reversed(tight.items()):
+        text = f"{text[: wrong.start_mark.index]}{meant}{text[wrong.end_mark.index :]}"
+    for wrong in tight:
+        written = text.splitlines()[wrong.start_mark.line].strip()
+        written = written if key is None else shlex.quote(f"{key}={written}")
         raise yaml.MarkedYAMLError(
-            problem=f"{tight[0].value} lacks a space after its colon: write {written}",
-            problem_mark=tight[0].start_mark,
+            problem=f"{wrong.value} lacks a space after its colon: write {written}", problem_mark=wrong.start_mark
         )
-    _walk(node, (), lines)
     return loader.construct_document(node), lines

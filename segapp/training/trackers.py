@@ -23,11 +23,7 @@ from segapp.run.words import first_line, printable
 from segapp.scores import SCORES, count_scored, score_named
 
 _FILES_OF_WANDB = ("wandb/settings", ".wandb/settings", "config-defaults.yaml")
-_CURES = {
-    "tensorboard": "set log.tensorboard: false",
-    "wandb": "set WANDB_MODE=offline, or log.wandb: null",
-    "mlflow": "set log.mlflow: null",
-}
+_OFF = {"tensorboard": "false", "wandb": "null, or WANDB_MODE=offline in the environment", "mlflow": "null"}
 _ANSWER_S = "6"
 """Seconds in which a server of W&B or MLflow must answer, unless the user's variables say otherwise."""
 
@@ -177,14 +173,16 @@ class MlflowTracker:
 
     def __init__(self, uri: str, experiment: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it sends statistics to its makers
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", _ANSWER_S)
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # else a step waits for minutes if it is down
+        from unittest import mock
+
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
 
         self._metric: Any = Metric
         self._client: Any = MlflowClient(tracking_uri=uri)
-        known = self._client.get_experiment_by_name(experiment)
+        limits = {"MLFLOW_HTTP_REQUEST_TIMEOUT": _ANSWER_S, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        with mock.patch.dict(os.environ, limits | dict(os.environ)):  # later requests are repeated for minutes
+            known = self._client.get_experiment_by_name(experiment)
         experiment_id = self._client.create_experiment(experiment) if known is None else known.experiment_id
         earlier = self._client.search_runs([experiment_id], f"tags.segapp_run_id = '{run_id}'", max_results=1)
         if earlier:
@@ -238,7 +236,7 @@ def make_trackers(
         except Exception as error:  # no login, no server, no disk space
             what = without_secrets(f"{type(error).__name__}: {first_line(error)}")
             raise ConfigError(
-                f"log.{name} cannot be used: {printable(what)[:300]}: correct it, or {_CURES[name]}", key=f"log.{name}"
+                f"log.{name} cannot be used: {printable(what)[:300]}: correct it, or set log.{name}: {_OFF[name]}"
             ) from None
         listeners.append(TrackerListener(name, tracker, classes, config.checkpoint.monitor))
 

@@ -317,7 +317,7 @@ def test_ignored_class_is_answered_with_a_map_that_works(ignored: int, is_named:
         (
             "list",
             {"classes": ["a", "b", "c"], "label_map": {9: 1, 7: 2}},
-            "set data.label_map: {0: 0, 1: 255, 2: 1, 9: 255, 7: 1}",
+            "_map: {0: 0, 1: 255, 2: 1, 9: 255, 7: 1} and",
         ),
     ],
 )

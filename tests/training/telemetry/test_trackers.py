@@ -170,9 +170,8 @@ def test_wandb_without_an_answer_continues_offline(
     wandb.teardown()
     server.close()
     said = capsys.readouterr().err
-    folder = Path(
-        re.findall(r"log\.wandb continues offline \(.*\): upload the run later with wandb sync (\S+)", said)[0]
-    )
+    told = re.findall(r"log\.wandb continues offline \(.*\): upload the run later with wandb sync (\S+)", said)
+    folder = Path(told[0])
     assert folder.parent == tmp_path / "wandb"
     assert b"train/loss" in (folder / "run-odd-7.wandb").read_bytes()
     assert "Enter your choice" not in said
