@@ -210,7 +210,7 @@ def cannot_be_written(
 
 
 def free_or(advice: str, error: Exception) -> str:
-    """Return the advice, and before it to free space, if the error is that of a full disk or quota."""
+    """Return the advice, and before it to free space, if a disk or a quota is full."""
     return f"free space or {advice}" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else advice
 
 

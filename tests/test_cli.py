@@ -105,7 +105,7 @@ DDP = "parallel.mode=ddp parallel.devices=[cpu,cpu]"
         (
             "train --config tiny.yaml --cfg-options train.epochs=5",
             2,
-            ["--cfg-options is no option", "the words KEY"],
+            ["--cfg-options is no option", "write train.epochs=5 without it"],
         ),
         pytest.param("train --config tiny.yaml data.root=no --detach", 3, ["no"], marks=pytest.mark.slow),
         pytest.param(f"train --config tiny.yaml data.root=no {DDP}", 3, ["no"], marks=pytest.mark.slow),

@@ -359,7 +359,7 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
                 f"{what} is a sweep: name one of its runs{example} (`segapp ls {what}` lists them)", path=what
             )
     if Path(what).is_dir():
-        raise ConfigError(f"{what}: a folder without run.json, so not a run (`segapp ls` lists all)", path=what)
+        raise ConfigError(f"{what}: no such run: this folder has no run.json (`segapp ls` lists all runs)", path=what)
     there = did_you_mean(str(what), names, most=3) or (f"there are {', '.join(names[:3])}" if names else "")
     raise ConfigError(
         f"{what}: no such run: {there or f'there are no runs in {root}'} (`segapp ls` lists all)", path=what
