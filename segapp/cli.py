@@ -432,6 +432,10 @@ def export(
         str | None, option("--format", "Default: from the suffix of --out.", "onnx|pt2|safetensors")
     ] = None,
     argmax: Annotated[bool, typer.Option("--argmax", help="Return class ids instead of logits.")] = False,
+    size: Annotated[
+        str | None, option("--size", "Height and width of the images, one per call; default: any.", "HEIGHTxWIDTH")
+    ] = None,
+    opset: Annotated[int | None, option("--opset", "Version of ONNX's operators; default: 20.", "N")] = None,
     config: WeightsConfig = None,
 ) -> None:
     """Export a model to a file that runs without segapp, and check that its output is the same.
@@ -443,7 +447,7 @@ def export(
     """
     from segapp.commands.export import export_target
 
-    export_target(target, out, format=format, argmax=argmax, config=config)
+    export_target(target, out, format=format, argmax=argmax, size=size, opset=opset, config=config)
 
 
 @app.command()

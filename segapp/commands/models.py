@@ -37,15 +37,21 @@ class ModelName(NamedTuple):
 
 def print_models(pattern: str | None, size: str, *, as_json: bool) -> None:
     """Print the names that match a pattern and, if they are few, the measurements of each network."""
-    height, _, width = size.lower().partition("x")
-    if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
-        raise ConfigError(f"--size {size}: write HEIGHTxWIDTH in pixels, e.g. 512x512")
+    size_px = parse_size(size)
     names = matching_names(pattern)
     if len(names) > MAX_ROWS:
         print(json.dumps([name._asdict() for name in names], indent=2) if as_json else "\n".join(families(names)))
         return
-    facts = [measure_model(name, (int(height), int(width))) for name in names]
+    facts = [measure_model(name, size_px) for name in names]
     print(json.dumps(facts, indent=2) if as_json else "\n".join(table(facts)))
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Return height and width in `--size`."""
+    height, _, width = text.lower().partition("x")
+    if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
+        raise ConfigError(f"--size {text}: write HEIGHTxWIDTH in pixels, e.g. 512x512")
+    return int(height), int(width)
 
 
 def families(names: list[ModelName]) -> list[str]:

@@ -222,6 +222,14 @@ def size_oblivious_export() -> AbstractContextManager[Any]:
     return made
 
 
+def onnx_opsets() -> range:
+    """Return the opsets that `torch.onnx.export` writes; a lower one becomes its lowest, without an error."""
+    from torch.onnx._constants import ONNX_MAX_OPSET
+    from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
+
+    return range(TORCHLIB_OPSET, ONNX_MAX_OPSET + 1)
+
+
 def rename_dynamic_axes(program: torch.onnx.ONNXProgram, names: dict[int, str]) -> None:
     """Rename the dynamic dimensions of the first input; `torch.onnx.export` names them s0, s1, ... itself."""
     program._rename_dynamic_axes((names,))

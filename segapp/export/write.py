@@ -16,6 +16,7 @@ import logging
 import math
 import operator
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,10 +45,10 @@ Compute = Callable[[NDArray[Any]], NDArray[Any]]
 """Function from images (N, H, W, B) as stored in files to logits (N, C, H, W) or labels (N, H, W)."""
 INFO_FILE = "segapp.json"
 """Name of the metadata inside a pt2 file."""
-_PROGRAM_FIELDS = ("input", "output", "opset", "fixed_size_px")
+_PROGRAM_FIELDS = ("input", "output", "opset", "fixed_size_px", "batch_size")
 """Metadata for executable formats only."""
 OPSET = 20
-"""ONNX opset; onnxruntime supports it since 1.17."""
+"""ONNX opset, if no other is asked for; onnxruntime supports it since 1.17."""
 MIN_AGREEMENT = 0.999
 """Minimum share of pixels at which file and network must predict the same class."""
 
@@ -103,7 +104,9 @@ class ExportInfo(BaseModel):
     threshold: float | None = None
     """A class is predicted if its probability is above this (multilabel)."""
     fixed_size_px: tuple[int, int] | None = None
-    """Height and width of the images if the network accepts only one size; None: any size."""
+    """Height and width of the images if the file accepts only one size; None: any size."""
+    batch_size: int | None = None
+    """Number of images of a call if the file accepts only one; None: any number."""
     size_multiple: int = 1
     """Images whose height or width is no multiple of this are padded with the mean color at the bottom and right."""
     opset: int | None = None
@@ -152,8 +155,9 @@ class ExportNetwork(nn.Module):
             height, width = self.model.suitable_size(*seen.shape[-2:])
             pixels = F.pad(seen, (0, width - seen.shape[-1], 0, height - seen.shape[-2]))
         logits = self.model.compute_logits(pixels)[0].float()
-        # The size of a resized image is fixed, so it is known here if it needs padding.
-        is_padded = pixels.shape[-2:] != seen.shape[-2:] if is_resized else self._needs_padding
+        # A size that is fixed is a number in the trace, so it is known here if it needs padding.
+        is_fixed = all(isinstance(side, int) for side in seen.shape[-2:])
+        is_padded = pixels.shape[-2:] != seen.shape[-2:] if is_fixed else self._needs_padding
         if is_padded or not is_resized:
             logits = self._upsampled(logits, pixels.shape[-2:])
         if is_padded:
@@ -211,11 +215,11 @@ def write_export(
     """
     if format == "onnx":
         _check_packages()
-        info = info.model_copy(update={"opset": OPSET})
+        info = info.model_copy(update={"opset": info.opset or OPSET})
     network = build_network(model, info)
 
     def checked(compute: Compute, step: str, cure: str) -> CheckResult:
-        found = check_export(compute, info, model, check_sizes(model), pictures)
+        found = check_export(compute, info, model, check_sizes(model, info), pictures)
         if found.agreement < MIN_AGREEMENT:
             limit = f"at least {MIN_AGREEMENT:.1%} are needed"
             raise RunError(f"{path.name}: after {step}, {found} of {found.shapes}; {limit}: {cure}", path=path)
@@ -223,7 +227,7 @@ def write_export(
 
     with _written(path, format) as temporary:
         with _as_export_errors(network, "torch.export", "use --format safetensors"):
-            program = _trace(network, info.pixels)
+            program = _trace(network, info)
             compute = _compute_of(program)
         # Compared before the conversion to ONNX, which takes minutes for a large network.
         checked(compute, "tracing by torch.export", "use --format safetensors")
@@ -289,11 +293,11 @@ def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
     return ExportNetwork(model, Preprocessing(info.pixels), align_corners=info.align_corners, argmax=is_argmax).eval()
 
 
-def check_sizes(model: SegmentationModel) -> tuple[tuple[int, int, int], ...]:
-    """Return (N, H, W) of the images for the check; H and W are odd if the network accepts any size."""
-    height, width = model.suitable_size(128, 160)
-    if model.fixed_size_px is not None:
-        return (1, height, width), (2, height, width)
+def check_sizes(model: SegmentationModel, info: ExportInfo) -> tuple[tuple[int, int, int], ...]:
+    """Return (N, H, W) of the images for the check; H and W are odd if the file accepts any size."""
+    height, width = info.fixed_size_px or model.suitable_size(128, 160)
+    if info.fixed_size_px is not None:
+        return ((1, height, width), (info.batch_size or 2, height, width))
     return (1, height, width), (2, height + 3, width + 5), (1, 2 * height - 17, width + 31)
 
 
@@ -359,19 +363,54 @@ def _synthetic_picture(pixels: PixelFormat) -> NDArray[Any]:
     return np.asarray(values, pixels.numpy_dtype)
 
 
-def _dynamic_axes(network: ExportNetwork) -> dict[int, str]:
-    return {0: "batch"} if network.model.fixed_size_px is not None else {0: "batch", 1: "height", 2: "width"}
+def _dynamic_axes(info: ExportInfo) -> dict[int, str]:
+    if info.batch_size is not None:
+        return {}
+    return {0: "batch"} if info.fixed_size_px is not None else {0: "batch", 1: "height", 2: "width"}
 
 
-def _trace(network: ExportNetwork, pixels: PixelFormat) -> torch.export.ExportedProgram:
-    _, size, *_ = check_sizes(network.model)
-    images = torch.zeros(*size, pixels.num_bands, dtype=pixels.torch_dtype)
-    shapes = dict.fromkeys(_dynamic_axes(network), torch.export.Dim.DYNAMIC)
+def _trace(network: ExportNetwork, info: ExportInfo) -> torch.export.ExportedProgram:
+    _, size, *_ = check_sizes(network.model, info)
+    images = torch.zeros(*size, info.pixels.num_bands, dtype=info.pixels.torch_dtype)
+    shapes = dict.fromkeys(_dynamic_axes(info), torch.export.Dim.DYNAMIC)
     # Otherwise the example's size becomes a constraint of the file, such as "batch >= 2" or "height >= 33".
     with size_oblivious_export(), torch.no_grad():
         program = torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
     _divide_in_integers(program.graph)
+    if info.batch_size is not None:
+        _avoid_faults_of_opencv(program.graph)
     return program
+
+
+def _avoid_faults_of_opencv(graph: torch.fx.Graph) -> None:
+    """Write operators on fixed sizes so that OpenCV's DNN module, version 5.0, computes them as torch does.
+
+    It interpolates beyond the end of a map with one row or column, such as an average over the image, and returns other
+    numbers in each run: the row is copied first. It takes a product with a hard sigmoid for a hard swish, although the
+    factors differ. An interpolation that keeps the size is left out.
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.upsample_bilinear2d.vec):
+        source, _, align_corners, *_ = node.args
+        sides, wanted = (list(each.meta["val"].shape[-2:]) for each in (source, node))
+        copied = [size if side == 1 else side for side, size in zip(sides, wanted, strict=True)]
+        with graph.inserting_before(node):
+            if copied != sides:
+                source = _inserted(graph, aten.expand.default, source, [-1, -1, *copied])
+            if copied != wanted:
+                source = _inserted(graph, aten.upsample_bilinear2d.vec, source, wanted, align_corners, None)
+        node.replace_all_uses_with(source)
+    for node in graph.find_nodes(op="call_function", target=aten.hardsigmoid.default):
+        with graph.inserting_before(node):
+            line = _inserted(graph, aten.add.Tensor, _inserted(graph, aten.mul.Tensor, node.args[0], 1 / 6), 0.5)
+            node.replace_all_uses_with(_inserted(graph, aten.clamp.default, line, 0, 1))
+    graph.eliminate_dead_code()
+
+
+def _inserted(graph: torch.fx.Graph, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
+    node = graph.call_function(function, args)
+    node.meta["val"] = function(*(arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args))
+    return node
 
 
 def _divide_in_integers(graph: torch.fx.Graph) -> None:
@@ -382,14 +421,9 @@ def _divide_in_integers(graph: torch.fx.Graph) -> None:
     into ONNX's Div, which rounds toward zero, and without a remainder both agree for negative `a` too.
     """
 
-    def inserted(function: Callable[..., Any], *args: Any) -> torch.fx.Node:
-        node = graph.call_function(function, args)
-        node.meta["val"] = function(*(arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args))
-        return node
-
     def divided(dividend: Any, divisor: Any) -> torch.fx.Node:
-        multiple = inserted(operator.sub, dividend, inserted(operator.mod, dividend, divisor))
-        return inserted(operator.floordiv, multiple, divisor)
+        remainder = _inserted(graph, operator.mod, dividend, divisor)
+        return _inserted(graph, operator.floordiv, _inserted(graph, operator.sub, dividend, remainder), divisor)
 
     for node in list(graph.nodes):
         quotient = node.args[0] if node.target is math.ceil else None
@@ -398,7 +432,7 @@ def _divide_in_integers(graph: torch.fx.Graph) -> None:
                 node.replace_all_uses_with(divided(*node.args))
             elif isinstance(quotient, torch.fx.Node) and quotient.target is operator.truediv:
                 dividend, divisor = quotient.args
-                raised = inserted(operator.sub, inserted(operator.add, dividend, divisor), 1)
+                raised = _inserted(graph, operator.sub, _inserted(graph, operator.add, dividend, divisor), 1)
                 node.replace_all_uses_with(divided(raised, divisor))
     graph.eliminate_dead_code()
 
@@ -428,16 +462,24 @@ def _check_packages() -> None:
 
 def _write_onnx(program: torch.export.ExportedProgram, network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
     """Write an ONNX file and return it opened in onnxruntime."""
+    from onnxscript import optimizer
+
     written = torch.onnx.export(
         program,
         dynamo=True,
         verbose=False,
-        opset_version=OPSET,
+        opset_version=info.opset,
         input_names=["images"],
         output_names=[info.output],
     )
     assert written is not None
-    rename_dynamic_axes(written, _dynamic_axes(network))
+    if (opset := written.model.opset_imports.get("")) != info.opset:
+        raise RunError(f"torch's exporter writes opset {opset} for this model: use --opset {opset}")
+    if info.batch_size is not None:
+        # Without these limits, an embedding of positions that is resized to the size of the images is folded too.
+        optimizer.fold_constants(written.model, input_size_limit=sys.maxsize, output_size_limit=sys.maxsize)
+        optimizer.remove_unused_nodes(written.model)
+    rename_dynamic_axes(written, _dynamic_axes(info))
     written.model.metadata_props.update(info.as_properties())
     written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
     written.save(path, external_data=False)

@@ -120,6 +120,50 @@ def test_sizes_within_a_network_are_divided_exactly(tmp_path):
         np.testing.assert_allclose(compute(images), expected, rtol=0, atol=1e-5)
 
 
+class FaultyInOpenCV(SegmentationModel):
+    """A network of what OpenCV computes otherwise: maps of one column and of one value enlarged, and a gate first."""
+
+    def __init__(self) -> None:
+        about = {"library": "test", "name": "gates", "encoder_name": "none"}
+        super().__init__(**about, num_classes=len(CLASSES), in_channels=3, size_divisor=4)
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Conv2d(3, 8, 5, stride=4, padding=2), nn.Conv2d(24, len(CLASSES), 1)
+        self.offsets = nn.Parameter(torch.randn(1, 8, 40, 50))
+
+    def compute_logits(self, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features = self.stem(images_NCHW).relu()
+        size = features.shape[-2:]
+        features = F.hardsigmoid(features.mean((2, 3), keepdim=True)) * features
+        features = features + F.interpolate(self.offsets, size, mode="bicubic", antialias=True)
+        maps = [features, features.mean(3, keepdim=True)[:, :, ::3], features.mean((2, 3), keepdim=True)]
+        return (self.head(torch.cat([F.interpolate(each, size, mode="bilinear") for each in maps], 1)),)
+
+
+def run_opencv(path: Path, images: np.ndarray, engine: int) -> np.ndarray:
+    network = cv2.dnn.readNetFromONNX(str(path), engine=engine)
+    network.setInput(images)
+    return network.forward()
+
+
+@pytest.mark.parametrize(("size", "opset"), [((44, 68), 18), ((61, 75), 20), ((61, 75), 23)])
+def test_file_of_one_size_agrees_in_onnxruntime_and_opencv(size, opset, tmp_path):
+    model, path = FaultyInOpenCV().eval(), tmp_path / "x.onnx"
+    info = info_of(model, fixed_size_px=size, batch_size=1, opset=opset)
+    assert write_export(model, info, path, "onnx").sizes == ((1, *size), (1, *size))
+    graph = onnx.load(path)
+    assert [entry.version for entry in graph.opset_import if not entry.domain] == [opset]
+    assert [entry.dim_value for entry in graph.graph.input[0].type.tensor_type.shape.dim] == [1, *size, 3]
+    # Left are the two enlargements of maps to the size of the features, and that of the logits.
+    changes = [node.op_type for node in graph.graph.node if node.op_type in ("Pad", "Resize", "Gather", "Shape")]
+    assert changes == ["Resize"] * 2 + ["Gather"] * (2 if size[0] % 4 else 0)  # padding is part of a convolution
+    images = np.random.default_rng(0).integers(0, 256, (1, *size, 3), dtype=np.uint8)
+    with torch.no_grad():
+        expected = ExportNetwork(model, Preprocessing(info.pixels))(torch.from_numpy(images)).numpy()
+    np.testing.assert_allclose(open_onnx(path)(images), expected, atol=1e-5)
+    for engine in (cv2.dnn.ENGINE_CLASSIC, cv2.dnn.ENGINE_NEW):
+        np.testing.assert_allclose(run_opencv(path, images, engine), expected, atol=1e-4)
+
+
 def run_pt2(path: Path) -> tuple[Callable[[np.ndarray], np.ndarray], dict[str, str]]:
     """Return the network in a pt2 file, loaded as the page `export` says, and its metadata."""
     extra_files = {"segapp.json": ""}
@@ -202,6 +246,17 @@ def test_exported_run_matches_predict_and_runs_alone(tiny, tiny_root, tmp_path):
     assert [entry.shape for entry in session.get_inputs()] == [["batch", "height", "width", 3]]
     assert {entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain} == {20}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "run"]  # no external data
+    result = segapp("export", "run", "--size", "33x70", "--opset", "18", "--out", "one.onnx", cwd=tmp_path)
+    padding = "(padded to 64x96: --size 64x96 needs none)"
+    assert f"images of 33x70 px only {padding} -> logits" in result.stdout
+    assert "checked with onnxruntime on 1x33x70 1x33x70 (3 validation images)" in result.stdout
+    only = onnxruntime.InferenceSession(str(tmp_path / "one.onnx"))
+    facts = {name: json.loads(text) for name, text in only.get_modelmeta().custom_metadata_map.items()}
+    assert [facts[name] for name in ("fixed_size_px", "batch_size", "opset")] == [[33, 70], 1, 18]
+    assert facts["input"] == "images: uint8 (1, 33, 70, 3), RGB"
+    image = np.random.default_rng(3).integers(0, 256, (1, 33, 70, 3), dtype=np.uint8)
+    both = [each.run(None, {"images": image})[0] for each in (only, session)]
+    np.testing.assert_allclose(*both, atol=1e-4)
     trained = load(tmp_path / "run")
     for size in ((1, 179), (133, 5), (37, 53)):
         image = np.random.default_rng(size).integers(0, 256, (*size, 3), dtype=np.uint8)
@@ -244,25 +299,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """`model` sections of a config; one takes images of one size."""
 
 
+def run_openvino(path: Path, images: np.ndarray) -> np.ndarray:
+    openvino = pytest.importorskip("openvino", reason="openvino is not installed: uv pip install openvino")
+    compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return compiled({"images": images})["logits"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("form", ["onnx", "pt2", "one size", "one size, openvino"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_exports_and_runs_at_odd_sizes(name, format, tmp_path):
+def test_every_family_exports_and_runs_at_odd_sizes(name, form, tmp_path):
     """The file computes the network's logits, at other sizes than those of the export's own check."""
     about = FAMILIES[name]
     model = network(
         about["library"], about["name"], about["encoder"], aux=about.get("aux", False), **about.get("options", {})
     )
     assert (model.fixed_size_px is not None) == ("448" in name)
+    format = "pt2" if form == "pt2" else "onnx"
     info, path = info_of(model), tmp_path / f"x.{format}"
+    if form.startswith("one size"):
+        info = info.model_copy(update={"fixed_size_px": model.fixed_size_px or (101, 150), "batch_size": 1})
     found = write_export(model, info, path, format)
     assert found.agreement >= 0.9999
     assert found.max_difference is not None
-    assert found.max_difference < 1e-4 * max(1.0, found.max_logit)
-    if model.fixed_size_px is not None:
-        return
-    compute = open_onnx(path) if format == "onnx" else run_pt2(path)[0]
-    for size in ((1, 61, 75), (3, 129, 64)):
+    tolerance = 1e-4 * max(1.0, found.max_logit)
+    assert found.max_difference < tolerance
+    sizes = ((1, 61, 75), (3, 129, 64)) if info.fixed_size_px is None else (found.sizes[0],)
+    for size in sizes:
         images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
         expected = ExportNetwork(model, Preprocessing(info.pixels))(torch.from_numpy(images)).numpy()
-        np.testing.assert_allclose(compute(images), expected, atol=1e-4 * max(1.0, found.max_logit))
+        if form == "one size":
+            outputs = run_opencv(path, images, cv2.dnn.ENGINE_AUTO)
+        elif form == "one size, openvino":
+            outputs = run_openvino(path, images)
+        else:
+            outputs = (open_onnx(path) if format == "onnx" else run_pt2(path)[0])(images)
+        np.testing.assert_allclose(outputs, expected, atol=tolerance)

@@ -44,7 +44,7 @@ def test_picture_of_the_check_is_a_middle_without_distortion(shape, wanted, scal
 def test_sizes_of_the_check_are_odd_and_of_both_orientations(divisor):
     model = SmallNet()
     model.size_divisor = divisor
-    first, *others = write.check_sizes(model)
+    first, *others = write.check_sizes(model, info_of(model))
     assert (first[1] % divisor, first[2] % divisor) == (0, 0)
     assert all(height % 2 and width % 2 for _, height, width in others)
     assert {size[0] for size in (first, *others)} == {1, 2}

@@ -110,15 +110,21 @@ def test_unusable_weights_are_one_clear_error(tiny, target, config, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "options", "message"),
     [
-        ("a.safetensors", "safetensors file holds weights only"),
-        ("a.zip", "another suffix than the formats: use one of .onnx, .pt2"),
+        ("a.safetensors", {"argmax": True}, "--argmax: a safetensors file holds weights only: leave it out"),
+        ("a.safetensors", {"size": "64x96"}, "--size: a safetensors file holds weights only: leave it out"),
+        ("a.safetensors", {"opset": 20}, "--opset 20: ONNX files have 18 to 23, safetensors files none: leave"),
+        ("a.pt2", {"opset": 18}, "--opset 18: ONNX files have 18 to 23, pt2 files none: leave it out"),
+        ("a.onnx", {"opset": 17}, "--opset 17: ONNX files have 18 to 23, "),
+        ("a.onnx", {"opset": 24}, "--opset 24: ONNX files have 18 to 23, "),
+        ("a.onnx", {"size": "64,96"}, "--size 64,96: write HEIGHTxWIDTH in pixels, e.g. 512x512"),
+        ("a.zip", {}, "another suffix than the formats: use one of .onnx, .pt2"),
     ],
 )
-def test_unknown_form_of_a_file_is_refused(name, message):
+def test_unknown_form_of_a_file_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
-        export_target("run", Path(name), format=None, argmax=True)
+        export_target("run", Path(name), format=None, **{"argmax": False, **options})
 
 
 @pytest.mark.slow
