@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from segapp.accelerator import accelerator_of
-from segapp.assembly.pairs import build_pairs, build_pixels, build_scheme, own_data
+from segapp.assembly.pairs import build_pairs, build_pixels, build_scheme, own_data, px_bytes
 from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
 from segapp.datasets.cache import CacheFiles, PixelCache, choose_cache, disk_files, memory_files
@@ -87,7 +87,7 @@ def build_dataset(
     cache_note: str | None = None
     if choice != "none" and ranks is not None:
         if choice == "auto":
-            num_bytes = sum(height * width for height, width in sizes) * _px_bytes(pixels, scheme)
+            num_bytes = sum(height * width for height, width in sizes) * px_bytes(pixels, scheme)
             choice, cache_note = choose_cache("training" if is_training else "validation", num_bytes, promised_bytes)
         try:
             # Only a TIFF declares nodata: of other images, the records do not depend on the mean.
@@ -113,11 +113,6 @@ def build_dataset(
         targets=targets,
         largest_px=_largest(sizes),
     )
-
-
-def _px_bytes(pixels: PixelFormat, scheme: ClassScheme) -> int:
-    """Return the bytes of a pixel of an image and its mask."""
-    return pixels.num_bands * pixels.numpy_dtype.itemsize + scheme.dtype.itemsize
 
 
 def _largest(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -213,7 +208,7 @@ def build_load_options(
         workers = 0
     if workers == "auto":
         batch_px = batch_size * data.crop_px[0] * data.crop_px[1] + further_px
-        batch_bytes = batch_px * _px_bytes(dataset.pixels, dataset.scheme)
+        batch_bytes = batch_px * px_bytes(dataset.pixels, dataset.scheme)
         most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
         workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
     return LoadOptions(workers, data_timeout_s(config.train), pin_memory=accelerator_of(device).can_pin)

@@ -70,6 +70,11 @@ def build_pixels(data: DataConfig) -> PixelFormat:
     return PixelFormat(data.bands, data.dtype, ranges, mean, std, data.resize_px)
 
 
+def px_bytes(pixels: PixelFormat, scheme: ClassScheme) -> int:
+    """Return the bytes of a pixel of an image and its mask."""
+    return pixels.num_bands * pixels.numpy_dtype.itemsize + scheme.dtype.itemsize
+
+
 def build_location(data: DataConfig) -> DataLocation:
     """Return where the files of a data section are."""
     return DataLocation(

@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 _GROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _END_S = 1.0  # a thread without a Python function ends within milliseconds
@@ -39,6 +41,15 @@ def available_bytes() -> int | None:
             page_cache = kinds[cached] - kinds.get(shared, 0)  # shared memory cannot be reclaimed
             available.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + page_cache)
     return max(0, min(available)) if available else None
+
+
+def total_bytes() -> int:
+    """Return the memory of this machine, or the lower limit of its container or job, with swap."""
+    totals = [psutil.virtual_memory().total]
+    for folder, (limit, *_) in _memory_groups():
+        with contextlib.suppress(OSError, ValueError):
+            totals.append(int((folder / limit).read_text()))
+    return min(totals) + psutil.swap_memory().total
 
 
 _FILES_2 = ("memory.max", "memory.current", "file", "shmem")

@@ -6,25 +6,35 @@ The plan is made once and saved in the run folder; every resume uses the saved p
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from segapp.accelerator import accelerator_of
 from segapp.assembly.devices import DevicePlan, with_precision
-from segapp.assembly.pairs import count_images, split_names
+from segapp.assembly.pairs import build_pixels, build_scheme, count_images, px_bytes, split_names
 from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config
-from segapp.errors import ConfigError
+from segapp.datasets.resources import available_bytes, total_bytes
+from segapp.errors import ConfigError, OutOfMemoryError, SegappError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import is_out_of_memory
+from segapp.memory.peaks import SimulationJob
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, context_mib, read_saved_plan
 from segapp.memory.split_check import tensor_frac
 from segapp.parallel.distributed import Ranks
-from segapp.planning.plan import plan_memory
+from segapp.planning.plan import SimulationPool, plan_memory, ring_mib
 from segapp.planning.trial import trial_step
+from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
+
+MOST_BYTES_PER_PX = 16 * 1024
+"""More than the networks of this package need per pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
+PLAN_ERROR = 0.175
+"""Largest relative error of a plan for the CPU, as measured; the page memory-prediction has the table."""
 
 logger = logging.getLogger("segapp")
 
@@ -98,6 +108,58 @@ def _load_or_make_plan(
         saved_plan = _largest(config, gpus, devices, overhead)
     saved_plan.write(folder.saved_plan)
     return saved_plan
+
+
+def check_host_memory(config: RunConfig, num_images: int, eval_px: int, ranks: Ranks) -> str | None:
+    """Return an alert if a step on the CPU may exceed the free memory of a machine; refuse one that exceeds all of it.
+
+    A step is simulated, which takes seconds, only if a bound of its memory does not fit. It is simulated on one device,
+    because several on one machine need no less. An evaluation and a cache have limits of their own.
+
+    Args:
+        config: The config, with a number as batch.
+        num_images: Images of a micro-batch, over all ranks.
+        eval_px: Pixels of the largest image of an evaluation, which data workers load ahead.
+        ranks: The ranks; all must call.
+
+    Raises:
+        OutOfMemoryError: it does not fit, even if the plan is too high by its largest error.
+    """
+    machines = ranks.gather((machine_id(), total_bytes(), available_bytes()))
+    num_ranks = Counter(machine for machine, *_ in machines)
+    machine, total, free = min(machines, key=lambda each: (each[2] or math.inf) / num_ranks[each[0]])
+    images, (height, width) = max(1, num_images // ranks.world_size), config.data.crop_px
+    workers = 0 if config.data.workers == "auto" else config.data.workers  # auto leaves room
+    eval_bytes = config.eval.batch_size * eval_px * px_bytes(build_pixels(config.data), build_scheme(config.data))
+    loaded = num_ranks[machine] * (ring_mib(config) * 2**20 / ranks.world_size + (1 + 2 * workers) * eval_bytes)
+    most = loaded + num_ranks[machine] * images * height * width * MOST_BYTES_PER_PX
+    if free is None or most <= free:
+        return None
+
+    def simulated_bytes() -> float:
+        with SimulationPool(config, num_processes=1) as pool:
+            (result,) = pool.simulate([SimulationJob("single", (images,), config.train.accumulate)])
+        return 2**20 * result.peak_mib()[0]
+
+    try:
+        step = num_ranks[machine] * on_main(ranks, simulated_bytes)
+    except SegappError as error:  # a custom component may do something that cannot be simulated
+        logger.info("the memory of a step could not be predicted: %s", error)
+        return None
+    if step + loaded <= free:
+        return None
+    is_refused = (1 - PLAN_ERROR) * step + loaded > total
+    fewer = int(num_images * (1 - PLAN_ERROR) * ((total if is_refused else free) - loaded) / step)
+    cure = "eval.batch_size or data.workers" if loaded > step else "data.crop_px"
+    step_mib, loaded_mib, total_mib, free_mib = (f"{each / 2**20:,.0f} MiB" for each in (step, loaded, total, free))
+    said = (
+        f"a step of {num_images} crops of {height} x {width} px needs about {step_mib}, and batches that are loaded "
+        f"ahead {loaded_mib}; of {total_mib} of memory, {free_mib} are free: lower {cure}"
+        + (f", or set train.batch_size to {fewer} or less" if 0 < fewer < num_images else "")
+    )
+    if is_refused:
+        raise OutOfMemoryError(said)
+    return f"{said}, or end other programs; if memory is full, the system ends the training without a message"
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from segapp.assembly.pairs import build_pixels, build_scheme
+from segapp.assembly.pairs import build_pixels, build_scheme, px_bytes
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
@@ -415,15 +415,14 @@ def _assembled(config: RunConfig, planner: Planner, facts: NetworkFacts, chosen:
         max_batch=max_batch,
         max_row=max_row,
         notes=_notes(config, planner, facts, chosen),
-        ring_mib=_ring_mib(config),
+        ring_mib=ring_mib(config),
         network=facts,
         chosen=chosen,
     )
 
 
-def _ring_mib(config: RunConfig) -> float:
-    pixels, dtype = build_pixels(config.data), build_scheme(config.data).dtype
-    sample_bytes = math.prod(config.data.crop_px) * (pixels.num_bands * pixels.numpy_dtype.itemsize + dtype.itemsize)
+def ring_mib(config: RunConfig) -> float:
+    sample_bytes = math.prod(config.data.crop_px) * px_bytes(build_pixels(config.data), build_scheme(config.data))
     slots = num_slots(config.train.accumulate) if config.data.workers else 0
     return round(slots * config.train.batch_size * sample_bytes / 2**20, 1)
 

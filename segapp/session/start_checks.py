@@ -12,6 +12,8 @@ from segapp.config import DataConfig, RunConfig, TrainConfig
 from segapp.custom.names import is_component
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.targets import Targets, absent_note, classes_absent, classes_present, has_shades, ignored_note
+from segapp.errors import ConfigError
+from segapp.models import SegmentationModel
 from segapp.run.events import Alert
 
 
@@ -142,13 +144,39 @@ def changed_length_note(
 def _of_data(data: DataConfig, largest_px: tuple[int, int] | None) -> Iterator[str]:
     if (note := split_note(data)) is not None:
         yield note
+    reached = _reached_px(data, largest_px)
+    if reached is not None and (reached[0] < data.crop_px[0] or reached[1] < data.crop_px[1]):
+        yield (
+            f"data.crop_px = {list(data.crop_px)} is larger than every training image ({_at_most(data, largest_px)}): "
+            "each crop is padded with ignored pixels, which costs memory and time: lower data.crop_px"
+        )
+
+
+def check_crop(data: DataConfig, largest_px: tuple[int, int] | None, model: SegmentationModel) -> None:
+    """Raise ConfigError, with the size to write, if a crop of half the pixels would hold as much of every image."""
+    reached = _reached_px(data, largest_px)
+    if reached is None:
+        return
+    crop = data.crop_px
+    height, width = map(min, model.suitable_size(*map(min, reached, crop)), crop)
+    if 2 * height * width < math.prod(crop):
+        padding = 1 - math.prod(map(min, reached, crop)) / math.prod(crop)
+        raise ConfigError(
+            f"data.crop_px = {list(crop)}: at least {math.floor(100 * padding)}% of every crop is padding, because the "
+            f"training images are smaller ({_at_most(data, largest_px)}): use [{height}, {width}]",
+            key="data.crop_px",
+        )
+
+
+def _reached_px(data: DataConfig, largest_px: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the largest height and width of an image before it is cropped; None if unknown."""
     size = data.resize_px or largest_px
     if size is None or data.augment is not None:  # a custom list may enlarge images
-        return
+        return None
+    return math.ceil(size[0] * data.scale[1]), math.ceil(size[1] * data.scale[1])
+
+
+def _at_most(data: DataConfig, largest_px: tuple[int, int] | None) -> str:
+    height, width = data.resize_px or largest_px or data.crop_px
     scale = data.scale[1]
-    if size[0] * scale < data.crop_px[0] or size[1] * scale < data.crop_px[1]:
-        by = f", enlarged by at most {scale:g} (data.scale)" if scale != 1 else ""
-        yield (
-            f"data.crop_px = {list(data.crop_px)} is larger than every training image (at most {size[0]} x {size[1]}"
-            f" px{by}): each crop is padded with ignored pixels, which costs memory and time: lower data.crop_px"
-        )
+    return f"at most {height} x {width} px" + (f", enlarged by at most {scale:g} (data.scale)" if scale != 1 else "")

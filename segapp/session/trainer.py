@@ -34,11 +34,12 @@ from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference, SegmentationModel
 from segapp.models.own_generator import own_generator
 from segapp.parallel.distributed import Ranks
-from segapp.run.events import RunStart
+from segapp.planning.auto import check_host_memory
+from segapp.run.events import Alert, RunStart
 from segapp.run.words import announce
 from segapp.scores import score_named
 from segapp.session.request import ImageLimit
-from segapp.session.start_checks import run_length, start_alerts, start_notes
+from segapp.session.start_checks import check_crop, run_length, start_alerts, start_notes
 from segapp.training.batch_split import BatchSplitController
 from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts, first_split
@@ -99,7 +100,12 @@ def build_trainer(
     split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.locations)
     with own_generator(config.seed):  # threads of the caller may draw from the process's generator meanwhile
         assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
-    momentum_note = None
+    memory_note = momentum_note = None
+    if checkpoint is None:
+        check_crop(config.data, train_set.largest_px, parts.model)
+    if devices.devices[0].type == "cpu":
+        num_images, eval_px = min(config.train.batch_size, len(train_set)), val_set.largest_px or config.data.crop_px
+        memory_note = check_host_memory(config, num_images, math.prod(eval_px), ranks)
     if config.train.bn_momentum == "auto":
         config, momentum_note = _with_momentum(config, parts.model, len(train_set))
         if ranks.is_main:
@@ -134,6 +140,7 @@ def build_trainer(
             num_batches=len(train_loader) if limit is None else 0,
             device_type=engine.device.type,
         )
+        alerts += [Alert(kind="memory", message=memory_note)] if memory_note else []
         notes = start_notes(scheme, (train_set.targets, val_set.targets))
         notes += [*cache_notes("training", train_set.cache), *cache_notes("validation", val_set.cache)]
         notes += filter(None, (train_set.cache_note, val_set.cache_note))

@@ -13,8 +13,8 @@ import pytest
 from segapp.config import validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
-from segapp.errors import DataError
-from segapp.session.start_checks import changed_length_note, start_alerts, start_notes
+from segapp.errors import ConfigError, DataError
+from segapp.session.start_checks import changed_length_note, check_crop, start_alerts, start_notes
 from tests.support.runs import merged, train
 
 CLASSES = ["ground", "box", "disc"]
@@ -70,6 +70,47 @@ def test_alerts_of_a_config(tiny: dict[str, Any], sections: dict[str, Any], kind
     found = said(tiny, **sections)
     assert [each for each, _ in found] == ([] if kind is None else [kind])
     assert all(words in message for _, message in found)
+
+
+class Network:
+    """Takes multiples of 32 px, and at least 64."""
+
+    def suitable_size(self, *sides: int) -> tuple[int, ...]:
+        return tuple(max(64, -(-side // 32) * 32) for side in sides)
+
+
+@pytest.mark.parametrize(
+    ("crop_px", "data", "words"),
+    [  # images of 40 x 70 px; enlarged by 1.5, 60 x 105
+        ([64, 256], {}, None),  # of [64, 128], twice the pixels
+        ([64, 288], {}, "[64, 288]: at least 65% of every crop is padding, because the training images are smaller"),
+        ([64, 288], {}, "(at most 40 x 70 px, enlarged by at most 1.5 (data.scale)): use [64, 128]"),
+        ([6016, 6016], {}, ": at least 99% of every crop"),
+        ([32, 6016], {}, "use [32, 128]"),  # a side that is smaller already stays
+        ([64, 288], {"scale": [0.5, 2.1]}, None),
+        ([64, 288], {"resize_px": [50, 100]}, None),
+        ([64, 288], {"resize_px": [50, 80], "scale": [1, 1]}, "(at most 50 x 80 px): use [64, 96]"),
+        ([64, 288], {"augment": [{"RandomCrop": {"height": 64, "width": 288}}]}, None),
+    ],
+)
+def test_crop_that_is_mostly_padding_is_refused(tiny, crop_px, data, words):
+    scale = {} if "augment" in data else {"scale": [0.5, 1.5]}
+    section = merged(tiny, data={"crop_px": crop_px, **scale, **data}).data
+    if words is None:
+        check_crop(section, (40, 70), Network())
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_crop(section, (40, 70), Network())
+    assert words in str(caught.value)
+    cured = section.model_copy(update={"crop_px": tuple(map(int, str(caught.value).split("[")[-1][:-1].split(",")))})
+    check_crop(cured, (40, 70), Network())
+
+
+def test_a_crop_of_padding_is_refused_at_the_start_of_a_run(tiny, tmp_path):
+    config = merged(tiny, data={"crop_px": [6016, 6016]}, train={"steps": 1})
+    with pytest.raises(ConfigError, match=r"at most 48 x 64 px.*: use \[96, 128\]"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 WSD = {"name": "wsd", "options": {"decay_ratio": 0.5}}
