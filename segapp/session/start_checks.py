@@ -155,7 +155,7 @@ def _of_data(data: DataConfig, largest_px: tuple[int, int] | None) -> Iterator[s
 def check_crop(data: DataConfig, largest_px: tuple[int, int] | None, model: SegmentationModel) -> None:
     """Raise ConfigError, with the size to write, if a crop of half the pixels would hold as much of every image."""
     reached = _reached_px(data, largest_px)
-    if reached is None:
+    if reached is None or is_component(data.format):  # of custom data, only some images have been read
         return
     crop = data.crop_px
     height, width = map(min, model.suitable_size(*map(min, reached, crop)), crop)

@@ -101,7 +101,7 @@ def build_trainer(
     with own_generator(config.seed):  # threads of the caller may draw from the process's generator meanwhile
         assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
     memory_note = momentum_note = None
-    if checkpoint is None:
+    if checkpoint is None and limit is None:
         check_crop(config.data, train_set.largest_px, parts.model)
     if devices.devices[0].type == "cpu":
         num_images, eval_px = min(config.train.batch_size, len(train_set)), val_set.largest_px or config.data.crop_px

@@ -79,7 +79,7 @@ def test_one_read_error_is_retried(new_run: NewRun, invariants: Invariants, when
 )
 @pytest.mark.faults_long
 def test_address_space_limit_exits_6_and_resumes(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run(data={"crop_px": [384, 384]}, train={"epochs": 2, "batch_size": 5})
+    run = new_run(data={"crop_px": [384, 384], "scale": [0.5, 8]}, train={"epochs": 2, "batch_size": 5})
     run.train(failpoints=f"train.step=2:kill;{SYNCHRONOUS}")
     program = run.start(failpoints="train.step=1:stop")
     run.wait_for(lambda: " T " in Path(f"/proc/{program.pid}/stat").read_text(), program)

@@ -158,7 +158,7 @@ def test_run_with_a_small_budget_ends_in_pieces(device: str, plain: dict[str, An
     """
     small = merged(
         plain,
-        data={"crop_px": [256, 256]},
+        data={"crop_px": [256, 256], "scale": [0.5, 4]},
         train={"batch_size": 8, "epochs": 1, "precision": "fp32"},
         parallel={"devices": [0], "memory_budget_mib": [300]},
     )

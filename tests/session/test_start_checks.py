@@ -90,6 +90,7 @@ class Network:
         ([64, 288], {"scale": [0.5, 2.1]}, None),
         ([64, 288], {"resize_px": [50, 100]}, None),
         ([64, 288], {"resize_px": [50, 80], "scale": [1, 1]}, "(at most 50 x 80 px): use [64, 96]"),
+        ([64, 288], {"format": "module:factory"}, None),
         ([64, 288], {"augment": [{"RandomCrop": {"height": 64, "width": 288}}]}, None),
     ],
 )
