@@ -29,7 +29,15 @@ from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, refuse_in_data, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.images.windows import PERCENTILES, config_values, kinds_of_pixels, measure_ranges, reduced_pixels
-from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, check_ranges, examine, group_findings
+from segapp.datasets.inspection import (
+    IGNORABLE_FRAC,
+    DataProblem,
+    FindingGroup,
+    SplitReport,
+    check_ranges,
+    examine,
+    group_findings,
+)
 from segapp.datasets.layouts.formats import split_list
 from segapp.datasets.layouts.pairing import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -44,6 +52,8 @@ from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import printable
 from segapp.training.console import progress_bar
 
+FEW_IMAGES = 1000
+"""Number of images below which pretrained weights matter more than all other settings."""
 _MAX_SHOWN = 5
 """Findings of a group, or files, that the terminal shows."""
 
@@ -84,10 +94,13 @@ def check_data(config: RunConfig, *, as_json: bool, pictures: Path | None = None
         before += _check_samples(config, scheme, reports[0], pictures)
     files = None if is_component(data.format) else _files(data, splits)
     groups = group_findings(reports, before)
+    lines = advice(config, scheme, reports[0])
     if as_json:
-        print(json.dumps(as_dict(reports, groups, scheme, measured, files), indent=2))
+        print(json.dumps(as_dict(reports, groups, scheme, measured, files) | {"advice": lines}, indent=2))
     else:
         print_report(reports, groups, scheme, Console(highlight=False))
+        if lines:
+            print("", *map(printable, lines), sep="\n")
         if files is not None:
             print("", *map(printable, unused_lines(*files)), sep="\n")
         for line in _pixel_lines(measured):
@@ -229,6 +242,28 @@ def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, lis
     if scheme.multilabel is not None or not any(report.targets.frequencies.pixels):
         return {}
     return {rule: class_weights(rule, report.targets.frequencies) for rule in RULES}
+
+
+def advice(config: RunConfig, scheme: ClassScheme, report: SplitReport) -> list[str]:
+    """Return what the manual advises for these images and masks; none of it is a problem of the data."""
+    lines, model, foreground = list[str](), config.model, scheme.foreground
+    is_random = model.weights is None and model.weights_backbone is None and not is_component(model.name)
+    if is_random and report.num_pairs < FEW_IMAGES:
+        lines.append(f"{report.num_pairs} images, and a model with random weights: set model.weights_backbone")
+    counts, total = report.targets.frequencies.pixels, sum(report.targets.frequencies.pixels)
+    rare = [name for name, count in zip(scheme.names, counts, strict=True) if 0 < count < IGNORABLE_FRAC * total]
+    is_plain = config.loss.class_weights is None and config.data.sampling == "uniform" and scheme.multilabel is None
+    if rare and is_plain and not _counts_pixels(config.loss):  # else it is a finding
+        sampling = "foreground" if foreground else "class-balanced"
+        lines.append(
+            f"{some_names(rare, 4)}: less than {IGNORABLE_FRAC:.0%} of the pixels: if the IoU stays low, set "
+            f"loss.class_weights=enet, or data.sampling={sampling}"
+        )
+    if foreground and 2 * counts[0] > total and config.checkpoint.monitor == "miou":
+        score = f"'dice:{foreground[0]}'" if len(foreground) == 1 else "mean_dice_foreground"
+        share = f"{counts[0] / total:.0%} of the pixels are {scheme.names[0]}, whose IoU is a part of mIoU"
+        lines.append(f"{share}: set checkpoint.monitor={score}")
+    return [f"{report.split}: {line}" for line in lines]
 
 
 def as_dict(

@@ -18,7 +18,7 @@ from segapp.scores import score_named
 Reason = Literal["one_class", "unpredicted", "overfitting"]
 
 NUM_UNPREDICTED = 3
-"""Evaluations in a row without a prediction of a class. One or two say little: scores of neighboring evaluations of a
+"""Evaluations in a row in which a class has an IoU of 0. One or two say little: scores of neighboring evaluations of a
 short run jump (mIoU 0.81, 0.53, 0.94), and a rare class is often learned after the others."""
 NUM_NO_BETTER = 5
 """Evaluations in a row without a better score: more than a jump, and few enough to stop a run that no longer gains."""
@@ -40,7 +40,7 @@ class LearningWatch:
         self._has_one_class_per_pixel = config["data"]["multilabel"] is None
         self._moves = _moves(start, config)
         self._unpredicted = [0] * len(start.classes)
-        """Evaluations in a row in which a class of the masks was not predicted, by class."""
+        """Evaluations in a row in which no pixel of a class of the masks was predicted right, by class."""
         self._num_one_class = 0
         self._best = -math.inf
         """The best score before the recent evaluations."""
@@ -93,7 +93,7 @@ class LearningWatch:
             tell("one_class", silent, f"{text}: {self._moves}")
         for name, count in counts.items():
             if count >= NUM_UNPREDICTED and name not in self._told_classes:
-                text = f"{shown[name]} is in the validation masks and was not predicted in {count} evaluations in a row"
+                text = f"{shown[name]} has an IoU of 0 in {count} evaluations in a row"
                 tell("unpredicted", [name], f"{text}: {self._moves}")
         fall = self._fall_without_gain()
         if fall is not None and not any(self._unpredicted) and "overfitting" not in self._told:
@@ -117,8 +117,8 @@ class LearningWatch:
         unknown: list[float | None] = [None] * len(self._unpredicted)  # an earlier version wrote neither
         predicted, in_masks = ([share is not None for share in each or unknown] for each in (val.precision, val.recall))
         self._unpredicted = [
-            count + 1 if is_there and not is_predicted else 0
-            for count, is_there, is_predicted in zip(self._unpredicted, in_masks, predicted, strict=True)
+            count + 1 if share == 0 else 0
+            for count, share in zip(self._unpredicted, val.recall or unknown, strict=True)
         ]
         is_one = self._has_one_class_per_pixel and sum(predicted) == 1 and sum(in_masks) > 1
         self._num_one_class = self._num_one_class + 1 if is_one else 0

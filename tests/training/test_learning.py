@@ -29,9 +29,9 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
 
 
 def val(step: int, predicted: str, masks: str = ALL, miou: float | None = 0.5, loss: float | None = 1.0) -> Val:
-    """An evaluation in which the classes with these numbers are predicted, and are in the masks."""
-    precision = [0.25 if str(n) in predicted else None for n in range(4)]
-    recall = [0.125 if str(n) in masks else None for n in range(4)]
+    """An evaluation in which the classes with these numbers are predicted, and are in the masks; a to d: all wrong."""
+    precision = [0.25 if str(n) in predicted else 0.0 if "abcd"[n] in predicted else None for n in range(4)]
+    recall = [0.125 * (str(n) in predicted) if str(n) in masks else None for n in range(4)]
     return Val(
         epoch=7 * step,
         step=step,
@@ -57,6 +57,8 @@ UNPREDICTED, ONE = "unpredicted", "one_class"
     ("predicted", "masks", "found"),
     [
         (["012"] * 5, [ALL] * 5, [(3, UNPREDICTED, ["box"])]),
+        (["012d", "012", "012d", "012d"], [ALL] * 4, [(3, UNPREDICTED, ["box"])]),
+        (["012d", "012", ALL, "012d", "012"], [ALL] * 5, []),
         (["012", "012", ALL, "012", "012", "012"], [ALL] * 6, [(6, UNPREDICTED, ["box"])]),
         (["02", "0", "02", "02"], [ALL] * 4, [(3, UNPREDICTED, ["a: b / c"]), (3, UNPREDICTED, ["box"])]),
         (["013", "013", "01", "01", "01"], [ALL] * 5, [(3, UNPREDICTED, ["Stra\u00dfe"]), (5, UNPREDICTED, ["box"])]),
@@ -173,7 +175,7 @@ def test_alert_names_the_share_and_keys_that_fit(
     watch = LearningWatch(START.model_copy(update={"classes": [first, *CLASSES[1:]]}), config)
     alerts = [watch.observe(val(step, "02"), [0.9, 0.016, 0.08, 0.004]) for step in (1, 2, 3)][-1]
     for alert, who in zip(alerts, ("'a: b / c' (1.6 % of", "'box' (0.4 % of"), strict=True):
-        assert alert.message.startswith(f"{who} the validation pixels) is in the validation masks")
+        assert alert.message.startswith(f"{who} the validation pixels) has an IoU of 0 in 3 evaluations")
         assert alert.message.endswith(f": try {', then '.join([*moves, 'another optim.lr'])}")
         assert "\n" not in alert.message
 

@@ -351,7 +351,7 @@ class Alert(_Event):
     reason: Literal["one_class", "unpredicted", "overfitting"] | None = None
     """Reason of an alert of the kind `learning`."""
     classes: list[Text] | None = None
-    """The classes that an alert of the kind `learning` names as not predicted."""
+    """The classes that an alert of the kind `learning` names as not predicted, or not once where they are."""
 
 
 class Oom(_Event):
