@@ -245,7 +245,7 @@ def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, lis
 
 
 def advice(config: RunConfig, scheme: ClassScheme, report: SplitReport) -> list[str]:
-    """Return what the manual advises for these images and masks; none of it is a problem of the data."""
+    """Return the advice of the manual for these images and masks; none of it is a problem of the data."""
     lines, model, foreground = list[str](), config.model, scheme.foreground
     is_random = model.weights is None and model.weights_backbone is None and not is_component(model.name)
     if is_random and report.num_pairs < FEW_IMAGES:
