@@ -5,11 +5,11 @@ Objects of COCO and YOLO are drawn by area, larger ones first, the others in the
 """
 
 import base64
+import math
 import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
@@ -19,46 +19,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import open_bytes, read_bytes, shown
-from segapp.datasets.images.reading import decode
-from segapp.errors import DataError, install_command
+from segapp.datasets.images.reading import check_complete, decode
+from segapp.datasets.orientation import Size
+from segapp.errors import DataError
 from segapp.onboarding.class_files import find_class_files
 from segapp.onboarding.conversion import (
     Annotations,
     area_of,
+    box_of,
     by,
     check_classes,
     decode_runs,
     fill_area,
-    fill_box,
     fill_polygon,
     json_files,
+    size_said,
 )
 from segapp.onboarding.encoding import FileFit, name_clash
+from segapp.onboarding.fields import Corners, Field
 from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import Tree
 from segapp.scores import is_background
 
 _YOLO_LINE = re.compile(rb"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
-_CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
-_LABEL_STUDIO_KINDS = ("polygonlabels", "brushlabels", "rectanglelabels")
+_NOT_DRAWN = {"point", "points", "tag", "keypoint", "keypointlabels", "choices", "textarea", "rating", "number",
+              "datetime", "taxonomy", "pairwise", "ranker", "relation"}  # fmt: skip
+"""Kinds of objects without an area."""
+_LABEL_STUDIO_KINDS = {"polygon": "points", "brush": "rle", "rectangle": "width"}  # kind -> field of its outline
 
 
 def find_coco(tree: Tree) -> Layout | None:
     """Return the conversion of COCO files with segmentations: polygons, or run lengths by columns."""
-    files: dict[str, Any] = {}
+    files: dict[str, Field] = {}
     for path, content in json_files(tree, dict):
-        is_coco = all(isinstance(content.get(key), list) for key in ("images", "annotations", "categories"))
-        if is_coco and any("segmentation" in one for one in content["annotations"][:50]):
+        said = content.value.get("annotations") if {"images", "categories"} <= content.value.keys() else None
+        if isinstance(said, list) and any(isinstance(one, dict) and "segmentation" in one for one in said):
             files[path] = content
     if not files:
         return None
     named: dict[int, tuple[str, str]] = {}
-    for path, one in ((path, one) for path, content in files.items() for one in content["categories"]):
-        name, other = named.setdefault(int(one["id"]), (str(one["name"]), path))
-        if name != str(one["name"]):
+    for path, one in ((path, one) for path, content in files.items() for one in content["categories"].items()):
+        number, said = one["id"].whole(), one["name"].text()
+        name, other = named.setdefault(number, (said, path))
+        if name != said:
             raise DataError(
-                f"category {one['id']} is {shown(name)} in {shown(other)} and {shown(str(one['name']))} in "
-                f"{shown(path)}: give each name the same id everywhere"
+                f"category {number} is {shown(name)} in {shown(other)} and {shown(said)} in {shown(path)}: give each "
+                "name the same id everywhere"
             )
     categories = {number: name for number, (name, _) in named.items()}
     own_background = next((number for number, name in categories.items() if is_background(name)), None)
@@ -66,58 +72,66 @@ def find_coco(tree: Tree) -> Layout | None:
     first = next(iter(files))
     names = check_classes(["background", *(categories[number] for number in others)], first)
     found = Annotations(
-        tree, "coco", "COCO", _draw_coco, lambda one: int(one["category_id"]), lambda one: float(one["area"])
+        tree, "coco", "COCO", _draw_coco, lambda one: one["category_id"].whole(), lambda one: -one["area"].number()
     )
     found.values = {number: value for value, number in enumerate(others, start=1)}
     if own_background is not None:
         found.values[own_background] = 0
     for path, content in files.items():
         by_image: dict[str, list[Any]] = defaultdict(list)  # an id may be text in one place and a number in another
-        for annotation in content["annotations"]:
-            by_image[str(annotation.get("image_id")).removesuffix(".0")].append(annotation)
+        for annotation in content["annotations"].items():
+            by_image[annotation["image_id"].key()].append(annotation.value)
         known: dict[str, str] = {}
-        for entry in content["images"]:
-            name, number = str(entry.get("file_name", "")), str(entry.get("id")).removesuffix(".0")
-            if number in known:
-                raise DataError(
-                    f"{shown(path)}: {known[number]} and {shown(name)} have the same id {number}: export it anew"
-                )
-            known[number] = shown(name)
-            sides = entry.get("height"), entry.get("width")
-            found.add(path, name, by_image[number], f"image {shown(name)}", sides)
-        if lost := [number for number, own in by_image.items() if number not in known for _ in own]:
-            share = f"{len(lost)} of {len(content['annotations'])} annotations of {shown(path)}"
+        for entry in content["images"].items():
+            name, key = entry["file_name"].text(), entry["id"].key()
+            if key in known:
+                raise DataError(f"{shown(path)}: {known[key]} and {shown(name)} have the same id {key}: export it anew")
+            known[key] = shown(name)
+            found.add(path, name, Field(by_image[key]), (entry.get("height").value, entry.get("width").value))
+        if lost := [key for key, own in by_image.items() if key not in known for _ in own]:
+            share = f"{len(lost)} of {len(content['annotations'].value)} annotations of {shown(path)}"
             found.notes.append(f"{share} belong to no image, such as image_id {shown(lost[0])}: they are not drawn")
     return found.layout(names, f"the categories of {shown(first)}", [*files])
 
 
-def _draw_coco(canvas: DrawnMask, annotation: Mapping[str, Any], value: int) -> None:
-    segmentation = annotation["segmentation"]
-    if isinstance(segmentation, list):
-        for flat in segmentation:
-            fill_area(canvas, [_corners(flat)], value)
+def _draw_coco(canvas: DrawnMask, one: Field, value: int) -> None:
+    outline = one["segmentation"]
+    if outline.value == []:
+        raise ValueError("segmentation is empty, and a box is not read: draw the object as a polygon")
+    if isinstance(outline.value, list):
+        for ring in outline.items():
+            fill_area(canvas, [ring.corners()], value)
         return
-    height, width = (int(side) for side in segmentation["size"])
-    if (height, width) != canvas.drawn_px:
-        raise ValueError(f"run lengths of {width} x {height} pixels for an image of {by(canvas.drawn_px)}")
-    counts = segmentation["counts"]
-    pixels = decode_runs(counts, height, width, order="F") if isinstance(counts, list) else _decompressed(segmentation)
-    canvas.paste(pixels, 0, 0, value)
+    counts, size = outline["counts"], tuple(map(int, outline["size"].wholes(2, 2)))
+    if size != canvas.drawn_px:
+        raise ValueError(f"{outline.name}.size: run lengths of {by(size)} pixels for an image of {by(canvas.drawn_px)}")
+    lengths = counts.wholes() if isinstance(counts.value, list) else _uncompressed(counts)
+    _paste(canvas, decode_runs(lengths, *size, order="F"), (0, 0), value, counts)
 
 
-def _decompressed(segmentation: Mapping[str, Any]) -> NDArray[np.bool_]:
-    try:
-        from pycocotools import mask as coco_masks
-    except ImportError:
-        missing = "compressed run lengths of COCO need pycocotools, which is not installed"
-        raise DataError(f"{missing}: {install_command('import')}") from None
-    counts = segmentation["counts"]
-    encoded = {"size": segmentation["size"], "counts": counts.encode() if isinstance(counts, str) else counts}
-    return np.asarray(coco_masks.decode(encoded)).astype(bool)
+def _uncompressed(counts: Field) -> NDArray[np.int64]:
+    """Return the run lengths (N,) in COCO's text, as `rleFrString` of its maskApi.c does.
+
+    A character has 5 bits of a number, lowest first, and a bit that says if another one follows; the last one has the
+    sign. From the fourth on, a number is the difference to the last but one.
+    """
+    codes = np.frombuffer(counts.text().encode(), np.uint8).astype(np.int64) - 48
+    last = np.flatnonzero(codes & 32 == 0)
+    first = np.append(0, last[:-1] + 1)
+    if codes.min() < 0 or codes.max() > 63 or codes[-1] & 32 or (last - first > 6).any():
+        raise counts.error("compressed run lengths")
+    place = 5 * (np.arange(len(codes)) - np.repeat(first, last - first + 1))
+    lengths = np.add.reduceat((codes & 31) << place, first) - ((codes[last] & 16) << 1 << place[last])
+    for parity in (1, 2):
+        lengths[parity::2] = np.cumsum(lengths[parity::2])
+    return lengths
 
 
-def _corners(flat: Sequence[float]) -> list[tuple[float, float]]:
-    return list(zip(flat[0::2], flat[1::2], strict=True))
+def _paste(canvas: DrawnMask, piece: NDArray[np.bool_], place: tuple[int, int], value: int, said: Field) -> None:
+    """Set the pixels of an object, whose left and top are given; raise ValueError if it has none."""
+    if not piece.any():
+        raise ValueError(f"{said.name} has no pixel of the object")
+    canvas.paste(piece, *place, value)
 
 
 def find_yolo(tree: Tree) -> Layout | None:
@@ -143,12 +157,13 @@ def find_yolo(tree: Tree) -> Layout | None:
         "yolo",
         "YOLO polygons",
         _draw_yolo,
-        lambda line: int(line.split()[0]),
-        lambda line: area_of(_yolo_corners(line, 1, 1)),
+        lambda line: line["class"].whole(),
+        lambda line: -area_of(_yolo_corners(line)),
     )
     for image, path in sorted(labels.items()):
-        lines = [line for line in tree.read(path).splitlines() if line.strip()]
-        found.add(path, image, lines, "", (None, None))
+        lines = [words for line in tree.read(path).decode(errors="replace").splitlines() if (words := line.split())]
+        objects = [{"class": number, "corners": corners} for number, *corners in lines]
+        found.add(path, image, Field(objects), (None, None))
     names, reason, source = _yolo_names(tree, max(found.labels, default=0), found.notes)
     found.values = {number: number + 1 for number in range(len(names))}
     classes = check_classes(["background", *names], "the labels")
@@ -171,165 +186,245 @@ def _yolo_names(tree: Tree, largest: int, notes: list[str]) -> tuple[list[str], 
     return names, f"from {shown(source)}; YOLO's 0 is 1 here", [source]
 
 
-def _draw_yolo(canvas: DrawnMask, line: bytes, value: int) -> None:
-    fill_polygon(canvas, [_yolo_corners(line, *canvas.drawn_px)], value)
+def _draw_yolo(canvas: DrawnMask, line: Field, value: int) -> None:
+    fill_polygon(canvas, [_yolo_corners(line) * canvas.drawn_px[::-1] - 0.5], value)
 
 
-def _yolo_corners(line: bytes, height: int, width: int) -> Sequence[tuple[float, float]]:
-    """Return the corners in pixels from a line; raise ValueError for a box."""
-    values = [float(word) for word in line.split()[1:]]
-    if len(values) < 6:
-        raise ValueError(f"a box of {len(values)} numbers is not read: draw it as a polygon")
-    return [(x * width - 0.5, y * height - 0.5) for x, y in _corners(values)]
+def _yolo_corners(line: Field) -> Corners:
+    """Return the corners as shares of the sides; raise ValueError for a box."""
+    corners = line["corners"]
+    if len(corners.value) in (4, 5):  # the fifth number of a prediction is its confidence
+        raise ValueError(f"a box of {len(corners.value)} numbers is not read: draw it as a polygon")
+    return corners.corners()
 
 
 def find_cvat(tree: Tree) -> Layout | None:
     """Return the conversion of XML files of CVAT for images 1.1."""
-    found = Annotations(tree, "cvat", "CVAT", _draw_cvat, lambda kind_and_shape: kind_and_shape[1]["label"])
+    found = Annotations(
+        tree,
+        "cvat",
+        "CVAT",
+        _draw_cvat,
+        lambda shape: shape["label"].text(),
+        lambda shape: shape.get("z_order").number() if shape.value.get("z_order") else 0.0,
+    )
     for path in tree.others_named(".xml"):
         if b"<annotations" not in tree.read(path, 4096):
             continue
         try:
             top = ElementTree.fromstring(read_bytes(tree.root / path))  # expat refuses entities that multiply
-        except (ElementTree.ParseError, ValueError, LookupError, DataError):
-            continue
+        except (ElementTree.ParseError, ValueError, LookupError) as error:
+            raise DataError(f"{shown(path)} is not complete XML ({error}): export it again, or remove it") from error
         labels = {one.text for one in top.iterfind("./meta//labels/label/name") if one.text}
-        used = {one.get("label", "") for kind in _CVAT_KINDS for one in top.iterfind(f"image/{kind}")} - {""}
-        for entry in top.iterfind("image"):
-            shapes = [(one.tag, dict(one.attrib)) for one in entry if one.tag in _CVAT_KINDS]
-            shapes.sort(key=lambda shape: float(shape[1].get("z_order") or 0))
-            name = entry.get("name", "")
-            found.add(path, name, shapes, f"image {shown(name)}", (entry.get("height"), entry.get("width")))
+        entries = top.findall("image")
+        used = {one.get("label", "") for entry in entries for one in entry if one.tag not in _NOT_DRAWN} - {""}
+        for number, entry in enumerate(entries):
+            shapes = [{"kind": one.tag, **one.attrib} for one in entry if one.tag not in _NOT_DRAWN]
+            name = Field(dict(entry.attrib), f"{shown(path)}: image {number} ")["name"].text()
+            found.add(path, name, Field(shapes), (entry.get("height"), entry.get("width")))
         found.labels |= labels
         if others := labels and used - labels:
             named = ", ".join(map(shown, sorted(others)))
             found.notes.append(f"{shown(path)}: its list of labels lacks {named}: rename them if they are misspelled")
         sizes = [int(one.text) for one in top.iterfind("./meta//size") if one.text and one.text.isdecimal()]
-        if sizes and sum(sizes) != len(entries := top.findall("image")):
+        if sizes and sum(sizes) != len(entries):
             found.notes.append(
                 f"{shown(path)}: {len(entries)} images of {sum(sizes)} are in it: was the export complete?"
             )
     return found.by_label("entries in XML")
 
 
-def _draw_cvat(canvas: DrawnMask, kind_and_shape: tuple[str, Mapping[str, str]], value: int) -> None:
-    kind, shape = kind_and_shape
-    if kind == "polygon":
-        corners = [tuple(float(side) for side in corner.split(",")) for corner in shape["points"].split(";") if corner]
-        fill_area(canvas, [corners], value)
-    elif kind == "box":
-        x0, y0, x1, y1 = (float(shape[key]) for key in ("xtl", "ytl", "xbr", "ybr"))
-        fill_box(canvas, (x0, y0), (x1, y1), value)
-    elif kind == "mask":
-        left, top, width, height = (int(shape[key]) for key in ("left", "top", "width", "height"))
-        counts = [int(count) for count in shape["rle"].split(",")]
-        canvas.paste(decode_runs(counts, height, width, num_px=canvas.num_px), left, top, value)
+def _draw_cvat(canvas: DrawnMask, shape: Field, value: int) -> None:
+    kind = shape["kind"]
+    if kind.value == "polygon":
+        corners = [corner.split(",") for corner in shape["points"].text().split(";") if corner]
+        fill_area(canvas, [Field(corners, "points").corners()], value)
+    elif kind.value == "box":
+        ends = np.array([shape[key].number() for key in ("xtl", "ytl", "xbr", "ybr")])
+        fill_polygon(canvas, [box_of(ends.reshape(2, 2))], value)
+    elif kind.value == "mask":
+        left, top, width, height = (shape[key].whole() for key in ("left", "top", "width", "height"))
+        lengths = Field(shape["rle"].text().split(","), "rle").wholes()
+        piece = decode_runs(lengths, height, width, num_px=canvas.num_px)
+        _paste(canvas, piece, (left, top), value, shape["rle"])
     else:
-        raise ValueError(f"the shape {kind} is not read: draw it as a polygon")
+        raise _unread(kind)
+
+
+def _unread(kind: Field) -> ValueError:
+    return ValueError(f"{kind.name} {shown(kind.text())!r} is not read: draw it as a polygon")
+
+
+def _files_of_images(tree: Tree, keys: set[str], folder: str = "") -> list[tuple[str, Field]]:
+    """Return the JSON files with one of the keys, in folders that end with `folder`; none if no file has all keys."""
+    found = [(path, content) for path, content in json_files(tree, dict) if path.rpartition("/")[0].endswith(folder)]
+    found = [(path, content) for path, content in found if not keys.isdisjoint(content.value)]
+    return found if any(keys <= content.value.keys() for _, content in found) else []
 
 
 def find_label_studio(tree: Tree) -> Layout | None:
     """Return the conversion of Label Studio's JSON: the first annotation of each task that was not canceled."""
-    found = Annotations(
-        tree, "label-studio", "Label Studio", _draw_label_studio, lambda region: region["value"][region["type"]][0]
-    )
-    for path, tasks in json_files(tree, list):
-        for number, task in enumerate(tasks):
-            if not isinstance(task, dict) or "data" not in task or not isinstance(task.get("annotations"), list):
+    found = Annotations(tree, "label-studio", "Label Studio", _draw_label_studio, _label_of_region)
+    for path, content in json_files(tree, list):
+        if not any(isinstance(task, dict) and {"data", "annotations"} <= task.keys() for task in content.value):
+            continue
+        for number, one in enumerate(content.value):
+            task = Field(one, f"{shown(path)}: task {number} ")
+            made = [one for one in task["annotations"].items() if not one.get("was_cancelled").value]
+            if not made:
                 continue
-            said = next((value for value in task["data"].values() if isinstance(value, str)), "")
-            made = [one for one in task["annotations"] if isinstance(one, dict) and not one.get("was_cancelled")]
-            kept = made[0].get("result", []) if made else []
-            regions = [one for one in kept if not isinstance(one, dict) or one.get("type") in _LABEL_STUDIO_KINDS]
-            name = said.partition("/data/local-files/?d=")[2] or said
+            texts = [text for text in task["data"].mapping().values() if isinstance(text, str)]
+            said = Field(texts[0] if texts else None, f"{task.name}data.image").text()
+            regions = _regions(made[0]["result"])
             first = next((one for one in regions if isinstance(one, dict)), {})
             sides = first.get("original_height"), first.get("original_width")
-            if made:
-                found.add(path, name, regions, f"task {number}", sides)
+            found.add(path, said.partition("/data/local-files/?d=")[2] or said, Field(regions), sides)
     return found.by_label("tasks")
 
 
-def _draw_label_studio(canvas: DrawnMask, region: Mapping[str, Any], value: int) -> None:
-    height, width = canvas.drawn_px
-    content = region["value"]
-    if region.get("image_rotation"):
-        raise ValueError(f"its image was rotated by {region['image_rotation']} degrees: rotate it back in Label Studio")
-    if region["type"] == "brushlabels":
-        raise ValueError("brush strokes are not read: export them with the format Brush labels to PNG")
-    corners = content.get("points")
-    if region["type"] == "rectanglelabels":
-        if content.get("rotation"):
+def _regions(result: Field) -> list[Any]:
+    """Return the regions with an area; of a region that is there with and without its label, the former."""
+    kinds = [(one.value, one.value.get("type") if isinstance(one.value, dict) else None) for one in result.items()]
+    labeled = [one.get("id") for one, kind in kinds if isinstance(kind, str) and kind.endswith("labels")]
+    bare = [one for one, kind in kinds if kind in [*_LABEL_STUDIO_KINDS] and one.get("id") in labeled]
+    return [one for one, kind in kinds if str(kind) not in _NOT_DRAWN and one not in bare]
+
+
+def _label_of_region(region: Field) -> str:
+    return region["value"][region["type"].text()].items(1, 1)[0].text()
+
+
+def _draw_label_studio(canvas: DrawnMask, region: Field, value: int) -> None:
+    content, kind = region["value"], region["type"].text().removesuffix("labels")
+    if (rotation := region.get("image_rotation")).value:
+        raise ValueError(f"its image was rotated by {rotation.number():g} degrees: rotate it back in Label Studio")
+    own = size_said(region.get("original_height").value, region.get("original_width").value)
+    if own not in (None, canvas.drawn_px):
+        raise ValueError(f"it was drawn on {by(own)} pixels, and others of its image on {by(canvas.drawn_px)}")
+    if not kind:  # of a region of any shape with `labels`
+        kind = next((kind for kind, field in _LABEL_STUDIO_KINDS.items() if field in content.value), "")
+    if kind == "brush":
+        _paste(canvas, _brush(content["rle"], canvas.drawn_px), (0, 0), value, content["rle"])
+        return
+    if kind == "rectangle":
+        if content.get("rotation").value:
             raise ValueError("a rotated rectangle cannot be read: draw it as a polygon")
-        x, y, w, h = (float(content[key]) for key in ("x", "y", "width", "height"))
-        corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
-    fill_area(canvas, [[(x / 100 * width, y / 100 * height) for x, y in corners]], value)  # percent of the sides
+        x, y, width, height = (content[key].number() for key in ("x", "y", "width", "height"))
+        corners = box_of(np.array([(x, y), (x + width, y + height)]))
+    elif kind == "polygon":
+        corners = content["points"].corners()
+    else:
+        raise _unread(region["type"])
+    fill_area(canvas, [corners / 100 * canvas.drawn_px[::-1]], value)  # percent of the sides
+
+
+def _brush(said: Field, size_px: Size) -> NDArray[np.bool_]:
+    """Return the pixels (H, W) of a brush stroke, which are those that are not transparent.
+
+    Its bytes are a stream of bits, as in brush.py of label-studio-converter: the number of values (32 bits), the width
+    of a value less one (5), four widths of lengths less one (4 each), and blocks. A block has a bit that is 1 for one
+    value that is repeated, the number of its width (2), its length less one, and the value or values. The values are
+    red, green, blue and opacity of each pixel.
+    """
+    codes = said.wholes(1)
+    if codes.min() < 0 or codes.max() > 255:
+        raise said.error("a list of bytes")
+    bits = np.unpackbits(codes.astype(np.uint8))
+    text = (bits + ord("0")).tobytes().decode()
+    place = 0
+
+    def number(width: int) -> int:
+        nonlocal place
+        place += width
+        if place > len(text):
+            raise ValueError(f"{said.name} is cut off: its {len(codes)} bytes end before its last pixel")
+        return int(text[place - width : place], 2)
+
+    num_values, value_width = number(32), number(5) + 1
+    length_widths = [number(4) + 1 for _ in range(4)]
+    if num_values != 4 * math.prod(size_px):
+        raise ValueError(f"{said.name} has {num_values} values, not 4 for each of {by(size_px)} pixels")
+    is_set, done = np.zeros(num_values, bool), 0
+    while done < num_values:
+        is_repeated, length = number(1), number(length_widths[number(2)]) + 1
+        first, num_own = place, 1 if is_repeated else length
+        number(num_own * value_width)
+        if done + length > num_values:
+            raise ValueError(f"{said.name} goes on after its last pixel")
+        is_set[done : done + length] = bits[first:place].reshape(num_own, value_width).any(axis=1)
+        done += length
+    if bits[place:].any():
+        raise ValueError(f"{said.name} goes on after its last pixel")
+    return is_set.reshape(*size_px, 4)[..., 3]
 
 
 def find_labelme(tree: Tree) -> Layout | None:
     """Return the conversion of labelme: a JSON file for each image."""
-    found = Annotations(tree, "labelme", "labelme", _draw_labelme, lambda shape: str(shape["label"]))
-    for path, content in json_files(tree, dict):
-        if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
-            continue
-        sides = content.get("imageHeight"), content.get("imageWidth")
-        found.add(path, str(content["imagePath"]), content["shapes"], "", sides)
+    found = Annotations(tree, "labelme", "labelme", _draw_labelme, lambda shape: shape["label"].text())
+    for path, content in _files_of_images(tree, {"imagePath", "shapes"}):
+        sides = content.get("imageHeight").value, content.get("imageWidth").value
+        found.add(path, content["imagePath"].text(), content["shapes"], sides)
     return found.by_label("files")
 
 
-def _draw_labelme(canvas: DrawnMask, shape: Mapping[str, Any], value: int) -> None:
-    """Draw a shape in place, without points. Raise ValueError if its kind is unknown, or it has too few points."""
-    kind, points = shape.get("shape_type") or "polygon", shape["points"]
-    if kind == "polygon":
-        fill_polygon(canvas, [points], value)
-    elif kind == "rectangle":
-        first, last = points
-        fill_box(canvas, first, last, value)
-    elif kind == "mask":
-        piece = _bitmap(base64.b64decode(shape["mask"]), cv2.IMREAD_GRAYSCALE, canvas.num_px)
-        canvas.paste(piece, round(points[0][0]), round(points[0][1]), value)
-    elif kind not in ("point", "points"):
-        raise ValueError(f"shape_type {kind!r} is not read: draw it as a polygon")
+def _draw_labelme(canvas: DrawnMask, shape: Field, value: int) -> None:
+    kind, points = shape.get("shape_type"), shape["points"]
+    if kind.value in (None, "polygon"):
+        fill_polygon(canvas, [points.corners()], value)
+    elif kind.value == "rectangle":
+        fill_polygon(canvas, [box_of(points.corners(2, 2))], value)
+    elif kind.value == "mask":
+        left, top = map(round, points.corners(1)[0])
+        _paste(canvas, _bitmap(shape["mask"], cv2.IMREAD_GRAYSCALE, canvas), (left, top), value, shape["mask"])
+    elif kind.text() not in _NOT_DRAWN:
+        raise _unread(kind)
 
 
-def _bitmap(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
-    """Return the pixels of a PNG that are not 0, (H, W); of several channels, the last one is used.
+def _bitmap(said: Field, flags: int, canvas: DrawnMask, *, is_packed: bool = False) -> NDArray[np.bool_]:
+    """Return the pixels that are not 0, (H, W), of a PNG in base64; of several channels, the last one is used.
 
-    DataError is raised if it is larger than its image, of `num_px` pixels.
+    ValueError is raised if it is damaged, or larger than the image.
     """
+    most_bytes = 2**20 + 9 * canvas.num_px  # of a PNG of the image's size, uncompressed
+    try:
+        png = base64.b64decode(said.text())
+        png = zlib.decompressobj().decompress(png, most_bytes) if is_packed else png
+    except (ValueError, zlib.error):
+        png = b""
     if not png.startswith(b"\x89PNG"):
-        raise ValueError("its bitmap is not a PNG")
-    open_bytes(png, Path("bitmap"), num_px)
+        raise said.error("a compressed PNG in base64" if is_packed else "a PNG in base64")
+    try:
+        check_complete(png, open_bytes(png, Path(said.name), canvas.num_px), Path(said.name))
+    except DataError as error:
+        raise ValueError(str(error)) from error
     pixels = decode(png, flags)
     if pixels is None:
-        raise ValueError("its bitmap is damaged")
+        raise said.error("a PNG that can be read")
     return np.asarray((pixels[..., -1] if pixels.ndim == 3 else pixels) > 0)
 
 
 def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project: ann/NAME.json for each img/NAME."""
-    found = Annotations(tree, "supervisely", "Supervisely", _draw_supervisely, lambda one: str(one["classTitle"]))
-    for path, content in json_files(tree, dict):
+    found = Annotations(tree, "supervisely", "Supervisely", _draw_supervisely, lambda one: one["classTitle"].text())
+    for path, content in _files_of_images(tree, {"size", "objects"}, "ann"):
         folder, _, name = path.removesuffix(".json").rpartition("/")
-        objects = content.get("objects")
-        if not folder.endswith("ann") or not isinstance(objects, list):
-            continue
-        size = content["size"] if isinstance(content.get("size"), dict) else {}
-        sides = size.get("height"), size.get("width")
-        found.add(path, f"{folder.removesuffix('ann')}img/{name}", objects, "", sides)
+        size = content.get("size")
+        sides = (size.get("height").value, size.get("width").value) if size.value else (None, None)
+        found.add(path, f"{folder.removesuffix('ann')}img/{name}", content["objects"], sides)
     return found.by_label("files")
 
 
-def _draw_supervisely(canvas: DrawnMask, one: Mapping[str, Any], value: int) -> None:
+def _draw_supervisely(canvas: DrawnMask, one: Field, value: int) -> None:
     kind = one["geometryType"]
-    if kind == "polygon":
-        fill_polygon(canvas, [one["points"]["exterior"], *one["points"].get("interior", [])], value)
-    elif kind == "rectangle":
-        first, last = one["points"]["exterior"]
-        fill_box(canvas, first, last, value)
-    elif kind == "bitmap":
-        most_bytes = 2**20 + 9 * canvas.num_px  # of a PNG of the image's size, uncompressed
-        png = zlib.decompressobj().decompress(base64.b64decode(one["bitmap"]["data"]), most_bytes)
-        left, top = one["bitmap"]["origin"]
-        canvas.paste(_bitmap(png, cv2.IMREAD_UNCHANGED, canvas.num_px), int(left), int(top), value)
-    elif kind not in ("point", "line"):
-        raise ValueError(f"geometryType {kind!r} is not known")
+    if kind.value == "polygon":
+        points = one["points"]
+        holes = points.get("interior").items() if points.get("interior").value else []
+        fill_polygon(canvas, [ring.corners() for ring in (points["exterior"], *holes)], value)
+    elif kind.value == "rectangle":
+        fill_polygon(canvas, [box_of(one["points"]["exterior"].corners(2, 2))], value)
+    elif kind.value == "bitmap":
+        data = one["bitmap"]["data"]
+        left, top = map(int, one["bitmap"]["origin"].wholes(2, 2))
+        _paste(canvas, _bitmap(data, cv2.IMREAD_UNCHANGED, canvas, is_packed=True), (left, top), value, data)
+    elif kind.text() not in _NOT_DRAWN:
+        raise _unread(kind)

@@ -68,8 +68,13 @@ class _Side:
 
 def find_arrays(tree: Tree) -> Layout | None:
     """Return the conversion of arrays; raise ValueError if the shapes of a pair do not agree, or no array is plain."""
+    sides: list[_Side] = []
     problems: list[str] = []
-    sides = [side for path in tree.others_named(".npy") if (side := _side(tree, path, problems)) is not None]
+    for path in tree.others_named(".npy"):
+        try:
+            sides.append(_side(tree, path))
+        except (OSError, ValueError) as error:
+            problems.append(f"{shown(path)}: {first_line(error)}: save plain arrays")
     pairs = _pairs([*sides, *map(_Side, tree.images)]) if sides else []
     if not pairs:
         if problems:
@@ -88,21 +93,15 @@ def find_arrays(tree: Tree) -> Layout | None:
     return Layout("arrays", made, 0.95, (evidence,), files, title="arrays", notes=tuple(problems))
 
 
-def _side(tree: Tree, path: str, problems: list[str]) -> _Side | None:
-    """Return the array of a file without its values; if it has none, add the reason to the problems."""
+def _side(tree: Tree, path: str) -> _Side:
+    """Return the array of a file without its values; raise ValueError if it is none of pixels."""
     file = tree.root / path
-    try:
-        array = _array(file)
-        check_memory(
-            _PAIR_BYTES * max(array.shape, default=0),
-            f"an array of shape {array.shape}",
-            file_bytes=file.stat().st_size,
-        )
-    except (OSError, ValueError) as error:
-        problems.append(f"{shown(path)}: {first_line(error)}: save plain arrays")
-        return None
-    is_usable = array.ndim in (2, 3, 4) and array.dtype.kind in "buif"
-    return _Side(path, array.shape, array.dtype) if is_usable else None
+    array = _array(file)
+    said = f"an array of shape {array.shape}"
+    check_memory(_PAIR_BYTES * max(array.shape, default=0), said, file_bytes=file.stat().st_size)
+    if array.ndim not in (2, 3, 4) or array.dtype.kind not in "buif" or not array.size:
+        raise ValueError(f"{said} of {array.dtype} has no pixels")
+    return _Side(path, array.shape, array.dtype)
 
 
 def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
@@ -145,9 +144,12 @@ def _agree(image: _Side, mask: _Side) -> bool:
 def _array(file: Path) -> NDArray[Any]:
     """Return an array, mapped into memory; raise ValueError if it is cut off, has Python objects, or a large header."""
     with file.open("rb") as content:
-        if np.lib.format.read_magic(content) != (1, 0):
+        if content.read(8)[6:] not in (b"", b"\1\0"):
             raise ValueError("its header is too large")  # later versions are for headers of 64 KiB and more
-    return np.lib.format.open_memmap(file, mode="r")
+    try:
+        return np.lib.format.open_memmap(file, mode="r")
+    except Exception as error:  # a damaged header is reported by NumPy as any of several exception types
+        raise ValueError("it is damaged, cut off, or holds Python objects") from error
 
 
 def _pixels_of(file: Path, number: int | None) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,12 +21,13 @@ from segapp.onboarding.annotations import (
 )
 from segapp.onboarding.arrays import find_arrays
 from segapp.onboarding.class_files import published_layout
-from segapp.onboarding.conversion import UNUSABLE, problem_of
+from segapp.onboarding.conversion import UNUSABLE
 from segapp.onboarding.hypotheses import CLOSE, ODD_SIZES, find_layouts, probe
-from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, open_question
+from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, evenly, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.tree import Tree
+from segapp.run.words import first_line
 
 MIN_CONFIDENCE = 0.04
 MAX_SHOWN = 6
@@ -119,6 +121,7 @@ def _nothing_known(tree: Tree, by_names: Sequence[Layout]) -> str:
         if image and mask:
             said = f"the names of {len(layout.pairs)} masks agree with the names of their images, the sizes do not: "
             check_same_size(pair, image.header.size_px, mask.header.size_px, said)
+    _refuse_siblings(tree)
     entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
     there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
     note = "".join(f"; {line}" for line in left_out(filter(has_cure, tree.others), ()))
@@ -129,6 +132,30 @@ def _nothing_known(tree: Tree, by_names: Sequence[Layout]) -> str:
         "mask a line"
     )
 
+
+def _refuse_siblings(tree: Tree) -> None:
+    """Raise DataError for annotations of a known kind that are not read."""
+    for suffix, pattern, words in _SIBLINGS:
+        for path in evenly([path for path in (*tree.others, *tree.images) if path.endswith(suffix)], MAX_SHOWN):
+            if re.search(pattern, os.fsencode(path) + b"\n" + tree.read(path, 2**16), re.MULTILINE):
+                raise DataError(f"{shown(tree.root / path)}: {words}", path=path)
+
+
+_OUTLINES = "have no outlines: draw the objects as polygons, for example in CVAT"
+_SIBLINGS = (
+    (".xml", rb"<track\b", "tracks of CVAT for video are not read: export the task as CVAT for images 1.1"),
+    (".xml", rb"<bndbox>", f"boxes of Pascal VOC {_OUTLINES}"),
+    (".txt", rb"^\d+( [\d.]+){4,5}\s*$", f"boxes of YOLO {_OUTLINES}"),
+    (".json", rb'"segments_info"', "panoptic COCO is not read: write semantic masks with panopticapi's converters"),
+    (".json", rb'"dm_format_version"', "Datumaro's format is not read: convert it with datum convert -f coco_instances"),
+    (".json", rb'"shape_attributes"', "VGG Image Annotator's format is not read: export it as COCO"),
+    (".json", rb'"(bbox|keypoints)"', f"boxes and keypoints of COCO {_OUTLINES}"),
+    (".json", rb'"(polygon|brush|rectangle)labels"', "Label Studio's regions without tasks that have annotations are not "
+     "read: accept the predictions, and export JSON, not JSON-MIN"),
+    (".png", rb"task-\d+-annotation-\d+-by-.*-tag-", "Label Studio's masks do not name their images: export the project "
+     "as JSON, which has the brush strokes and the names"),
+)  # fmt: skip
+"""Ending, pattern in the path or the first 64 KiB, and what to do."""
 
 CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "COCO": find_coco,
@@ -155,7 +182,7 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list
         try:
             result = convert(tree)
         except UNUSABLE as error:
-            reason = f"the annotations look like {title}, but cannot be read: {problem_of(error)}"
+            reason = f"the annotations look like {title}, but cannot be read: {first_line(error)}"
             problems.append(str(error) if isinstance(error, DataError) else reason)
             continue
         for reading in [result] if isinstance(result, Layout) else result or ():

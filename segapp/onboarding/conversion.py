@@ -16,7 +16,6 @@ import io
 import math
 import os
 import stat
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -39,6 +38,7 @@ from segapp.datasets.walk import composed
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.class_files import is_void
 from segapp.onboarding.content import IGNORED
+from segapp.onboarding.fields import Corners, Field
 from segapp.onboarding.layout import Drawing, DrawnMask, Layout, Mask, Pair
 from segapp.onboarding.tree import Tree, parse_file, split_said
 from segapp.run.files import remove_dead_temporaries, write_atomic
@@ -50,22 +50,16 @@ MARK = "segapp-annotation"
 _MAX_NAMED = 5
 _MAX_REACH = 1.1  # share of a side up to which an object may leave its image, as hasty outlines do
 
-BAD_ENTRY: tuple[type[Exception], ...] = (
-    ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zlib.error, cv2.error,
-)  # fmt: skip
-"""Errors of reading an entry whose types, numbers or keys do not follow its format."""
-UNUSABLE: tuple[type[Exception], ...] = (DataError, OSError, SyntaxError, *BAD_ENTRY)  # errors of drawing an entry
+UNUSABLE: tuple[type[Exception], ...] = (DataError, OSError, ValueError)  # errors of reading or drawing an entry
 
 _ON_TOP = (
     "each pixel has one class: where objects of two classes overlap, the one drawn last covers the other; if both "
     "should count, write a mask for each class and set data.multilabel: files"
 )
-_MAX_CORNER = 2**28  # OpenCV computes with integers of 32 bits
 _CROSSINGS_AT_ONCE = 2**20
 
-
-Rings = Sequence[Sequence[Sequence[float]]]
-"""An outline and its holes: lists of (x, y)."""
+Rings = Sequence[Corners]
+"""An outline and its holes."""
 
 Find = Callable[[str, str], str | None]
 """Function that returns the image for a name, close to a file, given the name and the file."""
@@ -137,11 +131,11 @@ class Annotations:
         tree: Tree,
         name: str,
         title: str,
-        draw: Callable[[DrawnMask, Any, int], None],
-        label: Callable[[Any], Any],
-        area: Callable[[Any], float] | None = None,
+        draw: Callable[[DrawnMask, Field, int], None],
+        label: Callable[[Field], Any],
+        rank: Callable[[Field], float] = lambda _: 0.0,
     ) -> None:
-        """`draw` draws an object in place, with the value of its label; with `area`, larger objects are drawn first."""
+        """`draw` draws an object in place, with the value of its label; objects of a lower rank are drawn first."""
         self.images = Images(tree)
         self.pairs: list[Pair] = []
         self.total = 0
@@ -149,39 +143,43 @@ class Annotations:
         self.values: dict[Any, int] = {}
         self.notes: list[str] = []
         self._name, self._title = name, title
-        self._draw, self._label, self._area = draw, label, area
+        self._draw, self._label, self._rank = draw, label, rank
         self._files: dict[str, None] = {}
         self._has_objects = False
 
-    def add(self, path: str, said: str, objects: Sequence[Any], entry: str, sides: tuple[Any, Any]) -> None:
-        """Add an entry of the file `path` with the name, height and width of its image, unless it is not there."""
+    def add(self, path: str, said: str, objects: Field, sides: tuple[Any, Any]) -> None:
+        """Add an entry of the file `path` with the name, height and width of its image, unless it is not there.
+
+        Its objects are a list; ValueError is raised for another value.
+        """
         self.total += 1
+        own = [Field(one.value) for one in objects.items()]
         image = self.images.find(said, path)
         if image is None:
             return
         self._files[path] = None
-        self._has_objects |= bool(objects)
-        for one in objects:
-            with contextlib.suppress(*BAD_ENTRY):  # reported when it is drawn
+        self._has_objects |= bool(own)
+        for one in own:
+            with contextlib.suppress(ValueError):  # reported when it is drawn
                 self.labels.add(self._label(one))
-        origin = f"{shown(path)}: {entry}" if entry else shown(path)
-        self.pairs.append(drawn_pair(image, origin, partial(self._paint, objects), path, sides))
+        origin = f"{shown(path)}: image {shown(said)}"
+        self.pairs.append(drawn_pair(image, origin, partial(self._paint, own), path, sides))
 
-    def _paint(self, objects: Sequence[Any], canvas: DrawnMask) -> Mask:
+    def _paint(self, objects: Sequence[Field], canvas: DrawnMask) -> Mask:
         """Return the mask of an image: its objects one after the other, later ones on top.
 
-        ValueError with the number of an object is raised for an error in BAD_ENTRY.
+        ValueError with the number of an object is raised if the object cannot be read.
         """
-        numbered = list(enumerate(objects))
-        if (area := self._area) is not None:
-            numbered.sort(key=lambda one: -area(one[1]))
-        for number, one in numbered:
-            try:
-                if (label := self._label(one)) not in self.values:
+        ranks, number = [], 0
+        try:
+            for number, one in enumerate(objects):
+                ranks.append((self._rank(one), number))
+            for _, number in sorted(ranks):
+                if (label := self._label(objects[number])) not in self.values:
                     raise ValueError(f"class {label} is not in the list of classes")
-                self._draw(canvas, one, self.values[label])
-            except BAD_ENTRY as error:
-                raise ValueError(f"object {number}: {problem_of(error)}") from error
+                self._draw(canvas, objects[number], self.values[label])
+        except ValueError as error:
+            raise ValueError(f"object {number}: {error}") from error
         return canvas.mask
 
     def by_label(self, entries: str) -> Layout | None:
@@ -257,14 +255,13 @@ def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
     return tuple(classes)
 
 
-def json_files(tree: Tree, kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield path and content of JSON files with an object (`dict`) or a `list`."""
-    first = b"{" if kind is dict else b"["
+def json_files(tree: Tree, kind: type) -> Iterator[tuple[str, Field]]:
+    """Yield path and content of JSON files with an object (`dict`) or a `list`; raise ValueError for damaged files."""
     for path in tree.others_named(".json"):
-        if first in tree.read(path, 64):
+        if not tree.read(path, 64).lstrip().startswith(b"[" if kind is dict else b"{"):
             content = tree.read_json(path)
             if isinstance(content, kind):
-                yield path, content
+                yield path, Field(content, f"{shown(path)}: ")
 
 
 def write_files(
@@ -292,7 +289,7 @@ def write_files(
             if pair.drawing.paint is not None:
                 contents[pair.mask] = encode_png(_painted(pair, pair.drawing.paint, root, turns))
         except UNUSABLE as error:
-            reason = f"the entry cannot be read ({problem_of(error)}): correct or remove it"
+            reason = f"the entry cannot be read ({first_line(error)}): correct or remove it"
             problems.append(f"{origin}: {error if isinstance(error, DataError) else reason}")
             continue
         for name, data in contents.items():
@@ -345,11 +342,6 @@ def by(size_px: Size) -> str:
     return f"{size_px[1]} x {size_px[0]}"
 
 
-def problem_of(error: Exception) -> str:
-    """Return the problem of an entry from one of the errors in BAD_ENTRY."""
-    return f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
-
-
 def refuse_foreign(folder: Path, is_own: Callable[[Path], bool]) -> None:
     """Raise ConfigError if a folder that segapp named has a link, another owner, or a file that segapp did not write.
 
@@ -386,30 +378,26 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def fill_polygon(canvas: DrawnMask, rings: Rings, value: int) -> None:
-    """Fill an outline, except the holes that follow it.
-
-    Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if a ring has
-    fewer than three corners, or a corner is not finite.
-    """
-    _fill_rounded(canvas.mask, [canvas.scaled(_ring(ring), 0.5) for ring in rings], value)
+    """Fill an outline, except the holes that follow it, in pixels; (0, 0) is the center of the first pixel."""
+    _fill_rounded(canvas.mask, [canvas.scaled(ring, 0.5) for ring in rings], value)
 
 
 def fill_area(canvas: DrawnMask, rings: Rings, value: int) -> None:
-    """Set the pixels whose centers lie inside rings by the even-odd rule; see `fill_polygon` for errors.
+    """Set the pixels whose centers lie inside rings by the even-odd rule.
 
     (0, 0) is the top left corner of the first pixel. A center on a border belongs to the polygon to the right of or
     below the border, so that neighbors neither overlap nor leave a gap. A polygon that contains no pixel center gets
     the pixels of its outline, so that no object vanishes.
     """
-    points = [canvas.scaled(_ring(ring)) for ring in rings]
+    points = [canvas.scaled(ring) for ring in rings]
     if not _fill_inside(canvas.mask, points, value):
         _fill_rounded(canvas.mask, [ring - 0.5 for ring in points], value)
 
 
-def fill_box(canvas: DrawnMask, first: Sequence[float], last: Sequence[float], value: int) -> None:
-    """Fill a rectangle between two opposite corners (x, y); see `fill_polygon`."""
-    (x0, y0), (x1, y1) = first, last
-    fill_polygon(canvas, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)]], value)
+def box_of(ends: Corners) -> Corners:
+    """Return the four corners of a rectangle from two opposite ones."""
+    (x0, y0), (x1, y1) = ends
+    return np.array([(x0, y0), (x1, y0), (x1, y1), (x0, y1)])
 
 
 def _fill_rounded(mask: Mask, rings: Sequence[NDArray[np.float64]], value: int) -> None:
@@ -448,26 +436,14 @@ def _fill_inside(mask: Mask, points: Sequence[NDArray[np.float64]], value: int) 
     return bool(is_inside.any())
 
 
-def _ring(ring: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Return a ring as (V, 2); raise ValueError for one without area, or a corner too far away to be drawn."""
-    points = np.asarray(ring, np.float64)
-    if points.ndim != 2 or points.shape[1] < 2 or len(points) < 3:
-        raise ValueError(f"a polygon of {len(points)} corners")
-    if not (np.abs(points) <= _MAX_CORNER).all():
-        raise ValueError("a corner is not a number")
-    return points[:, :2]
-
-
-def area_of(ring: Sequence[Sequence[float]]) -> float:
-    """Return the area of a polygon, in square pixels."""
-    points = np.asarray(ring, np.float64)
-    x, y = points[:, 0], points[:, 1]
-    with np.errstate(invalid="ignore", over="ignore"):  # of corners that are refused when they are drawn
-        return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
+def area_of(ring: Corners) -> float:
+    """Return the area of a polygon."""
+    x, y = ring.T
+    return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
 
 
 def decode_runs(
-    counts: Sequence[int], height_px: int, width_px: int, order: str = "C", *, num_px: int = 0
+    lengths: NDArray[np.int64], height_px: int, width_px: int, order: str = "C", *, num_px: int = 0
 ) -> NDArray[np.bool_]:
     """Return the pixels (H, W) of alternating run lengths of background and object, beginning with background.
 
@@ -476,8 +452,8 @@ def decode_runs(
     """
     size = height_px * width_px
     check_memory(size, f"a mask of {width_px} x {height_px} pixels", num_px=num_px)
-    lengths = np.asarray(counts, np.int64)
-    if (lengths < 0).any() or (lengths > size).any() or lengths.sum() != size:  # a sum of larger ones may overflow
-        raise ValueError(f"run lengths of {sum(map(int, counts))} pixels for {width_px} x {height_px}")
+    is_odd = (lengths < 0) | (lengths > size)
+    if min(height_px, width_px) < 1 or is_odd.any() or lengths.sum() != size:  # a sum of longer ones may overflow
+        raise ValueError(f"run lengths of {sum(map(int, lengths))} pixels for {width_px} x {height_px}")
     values = np.arange(len(lengths)) % 2 == 1
     return np.repeat(values, lengths).reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from segapp.datasets.orientation import Size
 from segapp.errors import DataError
 
+_MAX_CORNER = 2**28  # OpenCV computes with integers of 32 bits
+
 Item = TypeVar("Item")
 Mask = NDArray[np.uint8]
 """Ids, (H, W)."""
@@ -24,7 +26,7 @@ class DrawnMask:
 
     mask: Mask  # (H, W)
     drawn_px: Size  # height and width of the image that was annotated
-    reach: float = 0.0  # the largest coordinate of a corner, as a share of a side
+    reach: float = 0.0  # the largest distance of a corner from the opposite side, as a share of the image's side
 
     @property
     def num_px(self) -> int:
@@ -34,11 +36,20 @@ class DrawnMask:
     def scaled(self, points: NDArray[np.float64], offset: float = 0.0) -> NDArray[np.float64]:
         """Return points (V, 2) in pixels of the mask; (0, 0) lies `offset` from the corner of the first pixel."""
         shape, sides = (np.array(size[::-1]) for size in (self.mask.shape, self.drawn_px))
-        self.reach = max(self.reach, float((points / sides).max()))
-        return points if self.drawn_px == self.mask.shape else (points + offset) * (shape / sides) - offset
+        self._note_reach(points)
+        scaled = points if self.drawn_px == self.mask.shape else (points + offset) * (shape / sides) - offset
+        if np.abs(scaled).max() > _MAX_CORNER:
+            raise ValueError(f"a corner lies {np.abs(scaled).max():.0f} pixels away: is its unit pixels?")
+        return scaled
+
+    def _note_reach(self, points: NDArray[np.float64]) -> None:
+        shares = points / self.drawn_px[::-1]
+        self.reach = max(self.reach, float(np.abs(shares - 0.5).max()) + 0.5)
 
     def paste(self, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
         """Set the pixels of a piece; parts outside the image are cut off."""
+        height, width = piece.shape
+        self._note_reach(np.array([(left, top), (left + width, top + height)]))
         places, sources = [], []
         for side, drawn, first, length in zip(self.mask.shape, self.drawn_px, (top, left), piece.shape, strict=True):
             own = ((np.arange(side) + 0.5) * drawn / side).astype(int) - first  # the nearest to each center

@@ -37,6 +37,7 @@ from segapp.onboarding.conversion import (
     drawn_pair,
     size_said,
 )
+from segapp.onboarding.fields import Field
 from segapp.onboarding.hypotheses import probe
 from segapp.onboarding.layout import DrawnMask, Layout, Mask, evenly
 from segapp.onboarding.tree import (
@@ -311,8 +312,9 @@ def find_rle(tree: Tree) -> list[Layout]:
                 missing.add(said)
                 continue
             by_image[image].append((name, runs))
-            if size is not None:
-                images.said_px[image] = size
+            if size is not None and images.said_px.setdefault(image, size) != size:
+                both = f"{by(images.said_px[image])} and {by(size)} pixels"
+                raise ValueError(f"{shown(table)}: the rows of {shown(said)} say {both}: correct one of them")
             table_of.setdefault(image, table)
     if not any(runs for rows in by_image.values() for _, runs in rows):
         return []
@@ -336,7 +338,8 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     if not 2 <= len(head) <= 100:
         return None
     names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in head]
-    looked = [row for row, _ in zip(cells, range(_NUM_ROWS), strict=False) if len(row) == len(head)]
+    lines = [row for row in cells if row]
+    looked = [row for row in lines[:_NUM_ROWS] if len(row) == len(head)]
     named = [i for i, name in enumerate(names) if name in _RUN_NAMES]
     runs = next((i for i in named if any(_RUNS.fullmatch(row[i]) for row in looked)), None)
     if runs is None:
@@ -347,11 +350,13 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
         return None
     classes = [i for i, name in enumerate(names) if name in _CLASS_NAMES]
     rows = []
-    for row in [*looked, *cells]:
-        if len(row) == len(head):
-            name, text = row[classes[0]] if classes else "", row[runs].strip()
-            sides = (row[names.index(side)] if side in names else None for side in ("height", "width"))
-            rows.append((row[column], name.strip(), "" if text.lower() in _EMPTY else text, size_said(*sides)))
+    for number, row in enumerate(lines, start=1):
+        if len(row) != len(head) or not row[column].strip():
+            problem = f"{len(row)} cells below {len(head)} names" if len(row) != len(head) else f"no {head[column]}"
+            raise ValueError(f"{shown(path)}: row {number} has {problem}: complete or remove it")
+        name, text = row[classes[0]] if classes else "", row[runs].strip()
+        sides = (row[names.index(side)] if side in names else None for side in ("height", "width"))
+        rows.append((row[column], name.strip(), "" if text.lower() in _EMPTY else text, size_said(*sides)))
     return rows
 
 
@@ -365,7 +370,7 @@ def _conversions(
     notes = _notes_on_empty(tree, by_image)
     if missing:
         notes.append(f"{missing} images in tables of run lengths are not there")
-    labels_said = {name for rows in by_image.values() for name, _ in rows}
+    labels_said = {name for rows in by_image.values() for name, _ in rows if name} or {""}
     labels = sorted(labels_said, key=lambda name: (int(name), "") if name.isdigit() else (sys.maxsize, name))
     names = ["object"] if labels == [""] else [f"class_{name}" if name.isdigit() else name for name in labels]
     check_classes(["background", *names], sources[0])
@@ -375,13 +380,18 @@ def _conversions(
     def planes(order: str, image: str, size: tuple[int, int]) -> dict[int, Plane]:
         united: dict[int, list[str]] = defaultdict(list)
         for name, runs in by_image[image]:
+            if runs and name not in labels:
+                raise ValueError("one of its rows has no class")
             if runs:
                 united[labels.index(name)].append(runs)
         return {number: decode_starts(" ".join(runs), *size, first, order) for number, runs in united.items()}
 
+    samples: list[Sequence[Plane]] = []
     several = [image for image, rows in by_image.items() if len({name for name, runs in rows if runs}) > 1]
-    samples = evenly(several, _NUM_DECODED)
-    share = overlap_share(list(planes("F", image, images.size_of(image)).values()) for image in samples)
+    for image in evenly(several, _NUM_DECODED):
+        with contextlib.suppress(*UNUSABLE):  # reported when it is drawn
+            samples.append([*planes("F", image, images.size_of(image)).values()])
+    share = overlap_share(samples)
     origins = {
         image: (f"{table_of.get(image, '')}: image {shown(image)}", table_of.get(image, "")) for image in by_image
     }
@@ -445,9 +455,9 @@ def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, orde
     Pixels are numbered from `first` (0 or 1) down the columns ("F") or along the rows ("C"). ValueError is raised if a
     number is missing or invalid, or a run leaves the image.
     """
-    numbers = np.array(runs.split(), np.int64)
+    numbers = Field(runs.split(), "run lengths").wholes()
     if len(numbers) % 2:
-        raise ValueError(f"{len(numbers)} numbers, which are not pairs of a start and a length")
+        raise ValueError(f"run lengths of {len(numbers)} numbers, which are not pairs of a start and a length")
     starts, lengths = numbers[0::2] - first, numbers[1::2]
     size = height_px * width_px
     if (wrong := (starts < 0) | (lengths < 0) | (starts + lengths > size)).any():

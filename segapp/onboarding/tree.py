@@ -224,11 +224,12 @@ class Tree:
             return b""
 
     def read_json(self, path: str) -> Any:
-        """Return the content of a JSON file; None if it cannot be read or is not JSON."""
+        """Return the content of a JSON file; DataError with the place if it is not JSON."""
         try:
             return json.loads(self.read(path))
-        except (ValueError, RecursionError):
-            return None
+        except (ValueError, RecursionError) as error:
+            place = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+            raise DataError(f"{shown(path)} is not complete JSON{place}: export it again, or remove it") from None
 
 
 def survey_tree(root: Path) -> Tree:
