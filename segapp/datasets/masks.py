@@ -189,7 +189,8 @@ def nodata_of(image: Image.Image) -> float | None:
 def whole_ids(values: NDArray[Any], path: Path, nodata: float | None = None) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Return a mask's values as integers, and where they are NaN or nodata, which is ignored; DataError for others."""
     is_missing = np.isnan(values) | (values == nodata)  # == None is false everywhere
-    wrong = values[~is_missing & ~(np.isfinite(values) & (np.trunc(values) == values))]
+    largest = 2.0**53 if values.dtype.kind == "f" else np.inf  # of the floats that are exact as integers
+    wrong = values[~is_missing & ~((np.abs(values) <= largest) & (np.trunc(values) == values))]
     if wrong.size:
         raise DataError(
             f"{shown(path)}: the mask holds {wrong[0]:g}, and class ids are whole numbers: save ids, or NaN", path=path

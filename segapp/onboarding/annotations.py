@@ -102,11 +102,11 @@ def _draw_coco(canvas: DrawnMask, one: Field, value: int) -> None:
         for ring in outline.items():
             fill_area(canvas, [ring.corners()], value)
         return
-    counts, size = outline["counts"], tuple(map(int, outline["size"].wholes(2, 2)))
-    if size != canvas.drawn_px:
-        raise ValueError(f"{outline.name}.size: run lengths of {by(size)} pixels for an image of {by(canvas.drawn_px)}")
+    counts, (height, width) = outline["counts"], map(int, outline["size"].wholes(2, 2))
+    if (said := (height, width)) != canvas.drawn_px:
+        raise ValueError(f"{outline.name}.size: run lengths of {by(said)} pixels for an image of {by(canvas.drawn_px)}")
     lengths = counts.wholes() if isinstance(counts.value, list) else _uncompressed(counts)
-    _paste(canvas, decode_runs(lengths, *size, order="F"), (0, 0), value, counts)
+    _paste(canvas, decode_runs(lengths, height, width, order="F"), (0, 0), value, counts)
 
 
 def _uncompressed(counts: Field) -> NDArray[np.int64]:
@@ -121,7 +121,8 @@ def _uncompressed(counts: Field) -> NDArray[np.int64]:
     if codes.min() < 0 or codes.max() > 63 or codes[-1] & 32 or (last - first > 6).any():
         raise counts.error("compressed run lengths")
     place = 5 * (np.arange(len(codes)) - np.repeat(first, last - first + 1))
-    lengths = np.add.reduceat((codes & 31) << place, first) - ((codes[last] & 16) << 1 << place[last])
+    sign = (codes[last] & 16) << 1 << place[last]
+    lengths: NDArray[np.int64] = np.add.reduceat((codes & 31) << place, first) - sign
     for parity in (1, 2):
         lengths[parity::2] = np.cumsum(lengths[parity::2])
     return lengths
@@ -273,8 +274,9 @@ def find_label_studio(tree: Tree) -> Layout | None:
             made = [one for one in task["annotations"].items() if not one.get("was_cancelled").value]
             if not made:
                 continue
-            texts = [text for text in task["data"].mapping().values() if isinstance(text, str)]
-            said = Field(texts[0] if texts else None, f"{task.name}data.image").text()
+            data = task["data"]
+            keys = [*data.value] if isinstance(data.value, dict) else []
+            said = data[next((key for key in keys if isinstance(data.get(key).value, str)), "image")].text()
             regions = _regions(made[0]["result"])
             first = next((one for one in regions if isinstance(one, dict)), {})
             sides = first.get("original_height"), first.get("original_width")
@@ -350,11 +352,11 @@ def _brush(said: Field, size_px: Size) -> NDArray[np.bool_]:
         first, num_own = place, 1 if is_repeated else length
         number(num_own * value_width)
         if done + length > num_values:
-            raise ValueError(f"{said.name} goes on after its last pixel")
+            raise ValueError(f"{said.name} continues after its last pixel")
         is_set[done : done + length] = bits[first:place].reshape(num_own, value_width).any(axis=1)
         done += length
     if bits[place:].any():
-        raise ValueError(f"{said.name} goes on after its last pixel")
+        raise ValueError(f"{said.name} continues after its last pixel")
     return is_set.reshape(*size_px, 4)[..., 3]
 
 
@@ -375,12 +377,12 @@ def _draw_labelme(canvas: DrawnMask, shape: Field, value: int) -> None:
         fill_polygon(canvas, [box_of(points.corners(2, 2))], value)
     elif kind.value == "mask":
         left, top = map(round, points.corners(1)[0])
-        _paste(canvas, _bitmap(shape["mask"], cv2.IMREAD_GRAYSCALE, canvas), (left, top), value, shape["mask"])
+        _paste(canvas, _bitmap(shape["mask"], canvas), (left, top), value, shape["mask"])
     elif kind.text() not in _NOT_DRAWN:
         raise _unread(kind)
 
 
-def _bitmap(said: Field, flags: int, canvas: DrawnMask, *, is_packed: bool = False) -> NDArray[np.bool_]:
+def _bitmap(said: Field, canvas: DrawnMask, *, is_packed: bool = False) -> NDArray[np.bool_]:
     """Return the pixels that are not 0, (H, W), of a PNG in base64; of several channels, the last one is used.
 
     ValueError is raised if it is damaged, or larger than the image.
@@ -397,7 +399,7 @@ def _bitmap(said: Field, flags: int, canvas: DrawnMask, *, is_packed: bool = Fal
         check_complete(png, open_bytes(png, Path(said.name), canvas.num_px), Path(said.name))
     except DataError as error:
         raise ValueError(str(error)) from error
-    pixels = decode(png, flags)
+    pixels = decode(png, cv2.IMREAD_UNCHANGED)
     if pixels is None:
         raise said.error("a PNG that can be read")
     return np.asarray((pixels[..., -1] if pixels.ndim == 3 else pixels) > 0)
@@ -425,6 +427,6 @@ def _draw_supervisely(canvas: DrawnMask, one: Field, value: int) -> None:
     elif kind.value == "bitmap":
         data = one["bitmap"]["data"]
         left, top = map(int, one["bitmap"]["origin"].wholes(2, 2))
-        _paste(canvas, _bitmap(data, cv2.IMREAD_UNCHANGED, canvas, is_packed=True), (left, top), value, data)
+        _paste(canvas, _bitmap(data, canvas, is_packed=True), (left, top), value, data)
     elif kind.text() not in _NOT_DRAWN:
         raise _unread(kind)

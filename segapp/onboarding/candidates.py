@@ -141,20 +141,22 @@ def _refuse_siblings(tree: Tree) -> None:
                 raise DataError(f"{shown(tree.root / path)}: {words}", path=path)
 
 
-_OUTLINES = "have no outlines: draw the objects as polygons, for example in CVAT"
+_NO_OUTLINES = "have no outlines: draw the objects as polygons, for example in CVAT"
 _SIBLINGS = (
     (".xml", rb"<track\b", "tracks of CVAT for video are not read: export the task as CVAT for images 1.1"),
-    (".xml", rb"<bndbox>", f"boxes of Pascal VOC {_OUTLINES}"),
-    (".txt", rb"^\d+( [\d.]+){4,5}\s*$", f"boxes of YOLO {_OUTLINES}"),
+    (".xml", rb"<bndbox>", f"boxes of Pascal VOC {_NO_OUTLINES}"),
+    (".txt", rb"^\d+( [\d.]+){4,5}\s*$", f"boxes of YOLO {_NO_OUTLINES}"),
     (".json", rb'"segments_info"', "panoptic COCO is not read: write semantic masks with panopticapi's converters"),
-    (".json", rb'"dm_format_version"', "Datumaro's format is not read: convert it with datum convert -f coco_instances"),
+    (".json", rb'"dm_format_version"', "Datumaro is not read: convert it with datum convert -f coco_instances"),
     (".json", rb'"shape_attributes"', "VGG Image Annotator's format is not read: export it as COCO"),
-    (".json", rb'"(bbox|keypoints)"', f"boxes and keypoints of COCO {_OUTLINES}"),
-    (".json", rb'"(polygon|brush|rectangle)labels"', "Label Studio's regions without tasks that have annotations are not "
-     "read: accept the predictions, and export JSON, not JSON-MIN"),
-    (".png", rb"task-\d+-annotation-\d+-by-.*-tag-", "Label Studio's masks do not name their images: export the project "
-     "as JSON, which has the brush strokes and the names"),
-)  # fmt: skip
+    (".json", rb'"(bbox|keypoints)"', f"boxes and keypoints of COCO {_NO_OUTLINES}"),
+    (".json", rb'"(polygon|brush)labels"', "Label Studio: accept the predictions, and export JSON, not JSON-MIN"),
+    (
+        ".png",
+        rb"task-\d+-annotation-\d+-",
+        "Label Studio's masks name no image: export JSON, which has the strokes",
+    ),
+)
 """Ending, pattern in the path or the first 64 KiB, and what to do."""
 
 CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {

@@ -18,7 +18,7 @@ import os
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -115,37 +115,27 @@ class Images:
         return self.said_px.get(path) or read_header(self._tree.root / path).size_px
 
 
+@dataclass
 class Annotations:
-    """The annotated images of a folder in one format: the common part of its readers.
+    """The annotated images of a folder in one format: the common part of its readers."""
 
-    Attributes:
-        pairs: the images that were added, with masks that are drawn later.
-        total: number of entries, also of those without an image.
-        labels: names or numbers of the classes of the objects; `by_label` gives them values.
-        values: label -> value in the mask.
-        notes: sentences about contradictions in the annotations.
-    """
+    tree: Tree
+    name: str
+    title: str
+    draw: Callable[[DrawnMask, Field, int], None]  # draws an object in place, with a value
+    label: Callable[[Field], Any]  # returns the name or number of the class of an object
+    rank: Callable[[Field], float] = lambda _: 0.0  # objects of a lower rank are drawn first
+    pairs: list[Pair] = field(default_factory=list)  # the images that were added, with masks that are drawn later
+    total: int = 0  # number of entries, also of those without an image
+    labels: set[Any] = field(default_factory=set)  # of all objects; `by_label` gives them values
+    values: dict[Any, int] = field(default_factory=dict)  # label -> value in the mask
+    notes: list[str] = field(default_factory=list)  # sentences about contradictions in the annotations
+    _files: dict[str, None] = field(default_factory=dict)
+    _has_objects: bool = False
 
-    def __init__(
-        self,
-        tree: Tree,
-        name: str,
-        title: str,
-        draw: Callable[[DrawnMask, Field, int], None],
-        label: Callable[[Field], Any],
-        rank: Callable[[Field], float] = lambda _: 0.0,
-    ) -> None:
-        """`draw` draws an object in place, with the value of its label; objects of a lower rank are drawn first."""
-        self.images = Images(tree)
-        self.pairs: list[Pair] = []
-        self.total = 0
-        self.labels: set[Any] = set()
-        self.values: dict[Any, int] = {}
-        self.notes: list[str] = []
-        self._name, self._title = name, title
-        self._draw, self._label, self._rank = draw, label, rank
-        self._files: dict[str, None] = {}
-        self._has_objects = False
+    @functools.cached_property
+    def _images(self) -> Images:
+        return Images(self.tree)
 
     def add(self, path: str, said: str, objects: Field, sides: tuple[Any, Any]) -> None:
         """Add an entry of the file `path` with the name, height and width of its image, unless it is not there.
@@ -154,14 +144,14 @@ class Annotations:
         """
         self.total += 1
         own = [Field(one.value) for one in objects.items()]
-        image = self.images.find(said, path)
+        image = self._images.find(said, path)
         if image is None:
             return
         self._files[path] = None
         self._has_objects |= bool(own)
         for one in own:
             with contextlib.suppress(ValueError):  # reported when it is drawn
-                self.labels.add(self._label(one))
+                self.labels.add(self.label(one))
         origin = f"{shown(path)}: image {shown(said)}"
         self.pairs.append(drawn_pair(image, origin, partial(self._paint, own), path, sides))
 
@@ -173,11 +163,11 @@ class Annotations:
         ranks, number = [], 0
         try:
             for number, one in enumerate(objects):
-                ranks.append((self._rank(one), number))
+                ranks.append((self.rank(one), number))
             for _, number in sorted(ranks):
-                if (label := self._label(objects[number])) not in self.values:
+                if (label := self.label(objects[number])) not in self.values:
                     raise ValueError(f"class {label} is not in the list of classes")
-                self._draw(canvas, objects[number], self.values[label])
+                self.draw(canvas, objects[number], self.values[label])
         except ValueError as error:
             raise ValueError(f"object {number}: {error}") from error
         return canvas.mask
@@ -211,14 +201,14 @@ class Annotations:
         """Return the conversion to masks of the classes; None if there are no images."""
         if not self.pairs:
             return None
-        there = f"{len(self.pairs)} of {self.total} {entries} of {self._title} name an image that is there"
+        there = f"{len(self.pairs)} of {self.total} {entries} of {self.title} name an image that is there"
         return Layout(
-            self._name,
+            self.name,
             self.pairs,
             0.97 * len(self.pairs) / self.total,
             (there,),
             tuple(sources),
-            title=self._title,
+            title=self.title,
             classes=classes,
             classes_reason=reason,
             notes=(_ON_TOP, *self.notes),

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ Corners = NDArray[np.float64]
 """The corners (x, y) of an outline, in order, (V, 2)."""
 
 _MAX = 2**53  # up to it, floats have every whole number
-_MAX_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +27,22 @@ class Field:
     """
 
     value: Any
-    name: str = ""
+    name: str = "it"
 
     def error(self, wanted: str) -> ValueError:
         """Return the error for a value that is not what is wanted."""
-        kinds = {dict: "an object", list: f"a list of {len(self.value) if isinstance(self.value, list) else 0}"}
-        said = kinds.get(type(self.value)) or shown(json.dumps(self.value))[:_MAX_SHOWN]
-        return ValueError(f"{self.name or 'it'} is {said}, not {wanted}")
-
-    def mapping(self) -> Mapping[str, Any]:
-        """Return an object with its fields."""
-        if not isinstance(self.value, Mapping):
-            raise self.error("an object")
-        return self.value
+        if isinstance(self.value, list | Mapping):
+            said = f"a list of {len(self.value)}" if isinstance(self.value, list) else "an object"
+        else:
+            said = shown(json.dumps(self.value))[:40]
+        return ValueError(f"{self.name} is {said}, not {wanted}")
 
     def get(self, key: str) -> Field:
         """Return a field of an object; its value is None if it is missing."""
-        point = "." if self.name and self.name[-1] != " " else ""
-        return Field(self.mapping().get(key), f"{self.name}{point}{key}")
+        if not isinstance(self.value, Mapping):
+            raise self.error("an object")
+        above = "" if self.name == "it" else self.name if self.name.endswith(" ") else f"{self.name}."
+        return Field(self.value.get(key), above + key)
 
     def __getitem__(self, key: str) -> Field:
         """Return a field of an object that may not be missing or null."""
@@ -56,18 +52,16 @@ class Field:
         return found
 
     def items(self, least: int = 0, most: float = math.inf) -> list[Field]:
-        """Return the values of a list with this many values."""
+        """Return the values of a list, which has at least and at most this many."""
         if not isinstance(self.value, list) or not least <= len(self.value) <= most:
-            many = f"a list of {least}" + (" or more" if most > least else "")
-            raise self.error(many if least else "a list")
+            raise self.error("a list" + f" of {least}" * (least > 0) + " or more" * (most > least > 0))
         return [Field(value, f"{self.name}[{number}]") for number, value in enumerate(self.value)]
 
     def text(self) -> str:
         """Return a text that is not empty; a whole number counts as one."""
-        said = str(self.value) if type(self.value) in (str, int) else ""
-        if not said.strip():
+        if type(self.value) not in (str, int) or not str(self.value).strip():
             raise self.error("text")
-        return said
+        return str(self.value)
 
     def key(self) -> str:
         """Return an id as text: 7, 7.0 and "7" are the same id."""
@@ -92,35 +86,23 @@ class Field:
 
     def numbers(self, least: int = 0, most: float = math.inf) -> NDArray[np.float64]:
         """Return the numbers of a list, (N,)."""
-        fields = self.items(least, most)
-        plain = _plain(self.value)
-        return np.array([one.number() for one in fields]) if plain is None else plain
+        values: list[Any] = self.value if isinstance(self.value, list) else [None]
+        is_plain = {*map(type, values)} <= {int, float} and all(-_MAX <= value <= _MAX for value in values)
+        if is_plain and least <= len(values) <= most:
+            return np.array(values, np.float64)  # without a name for each
+        return np.array([one.number() for one in self.items(least, most)])
 
     def wholes(self, least: int = 0, most: float = math.inf) -> NDArray[np.int64]:
         """Return the whole numbers of a list, (N,)."""
         numbers = self.numbers(least, most)
-        if (numbers == np.trunc(numbers)).all():
-            return numbers.astype(np.int64)
-        return np.array([one.whole() for one in self.items()])
+        for at in np.flatnonzero(numbers != np.trunc(numbers)):
+            self.items()[at].whole()
+        return numbers.astype(np.int64)
 
     def corners(self, least: int = 3, most: float = math.inf) -> Corners:
         """Return the corners of an outline: a list of [x, y], whose further numbers are ignored, or of x, y, x, y."""
-        rows = self.value if isinstance(self.value, list) else []
-        if rows and isinstance(rows[0], list):
-            self.items(least, most)
-            flat = _plain([*chain.from_iterable(row[:2] for row in rows if isinstance(row, list))])
-            if flat is None or len(flat) != 2 * len(rows):
-                flat = np.concatenate([row.numbers(2)[:2] for row in self.items()])
-        elif len(flat := self.numbers(2 * least, 2 * most)) % 2:
+        if isinstance(self.value, list) and self.value and isinstance(self.value[0], list):
+            return np.array([corner.numbers(2)[:2] for corner in self.items(least, most)])
+        if len(flat := self.numbers(2 * least, 2 * most)) % 2:
             raise self.error("pairs of x and y")
         return flat.reshape(-1, 2)
-
-
-def _plain(values: list[Any]) -> NDArray[np.float64] | None:
-    """Return the numbers of a list, (N,); None if they include another value, which is then found one by one."""
-    try:
-        is_plain = {*map(type, values)} <= {int, float} or {*map(type, values)} == {str}
-        numbers = np.array(values if is_plain else [math.nan], np.float64)
-    except (ValueError, OverflowError):
-        return None
-    return numbers if (np.abs(numbers) <= _MAX).all() else None

@@ -26,7 +26,7 @@ from segapp.onboarding.tree import survey_tree
 from tests.fuzz.targets import mutate
 from tests.support import drawn_annotations as drawn
 from tests.support.drawn_folders import draw_image, draw_mask
-from tests.support.hostile_files import png_bomb
+from tests.support.hostile_files import PYTHONS_WORDS, png_bomb
 from tests.support.limits import LIMIT_S
 
 SIZE = (drawn.HEIGHT, drawn.WIDTH)
@@ -126,24 +126,36 @@ def mutate_folder(root: Path, rng: random.Random) -> None:
         data = path.read_bytes()
         changed = mutate(data, rng, WORDS)
         if path.suffix == ".json" and rng.random() < 0.8:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 changed = mutate_json(data, rng)
         path.write_bytes(changed)
 
 
 def convert(root: Path, out: Path) -> None:
     """Examines a folder as `segapp init` does, then draws the masks of everything that a converter finds in it."""
-    with contextlib.suppress(SegappError):
+    with _in_words():
         propose_config(InitRequest(root, out=out / "a.yaml", force=True))
-    tree = survey_tree(root)
-    with contextlib.suppress(SegappError):
-        for number, layout in enumerate(find_conversions(tree, has_masks=False)[0]):
-            with contextlib.suppress(SegappError):
-                write_files(layout, out / str(number), root)
+    with _in_words():
+        found, problems = find_conversions(survey_tree(root), has_masks=False)
+        for number, layout in enumerate(found):
+            with _in_words():
+                problems += write_files(layout, out / str(number), root)[1]
+        said = " ".join(line for line in problems if "no readable image" not in line)  # these quote the decoder
+        assert not (match := PYTHONS_WORDS.search(said)), match
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    """An error for users is fine if it does not say what Python says."""
+    try:
+        yield
+    except SegappError as error:
+        if PYTHONS_WORDS.search(str(error)):
+            raise
 
 
 def convert_mutations(title: str, seeds: range) -> list[tuple[int, str]]:
-    """Returns the seeds of the mutated folders on which something else than an error with words was raised."""
+    """Returns the seeds of the mutated folders on which something else than an error in words was raised."""
     findings = []
     with tempfile.TemporaryDirectory(prefix="segapp-fuzz-") as folder:
         SAMPLES[title](sound := Path(folder, "sound"))

@@ -31,7 +31,7 @@ from tests.support.drawn_folders import proposed
 rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
 features = pytest.importorskip("rasterio.features", reason="the extra geo is not installed")
 shapely = pytest.importorskip("shapely", reason="the extra geo is not installed")
-masks = pytest.importorskip("pycocotools.mask", reason="the extra import is not installed")
+masks = pytest.importorskip("pycocotools.mask")
 
 NAMES = ("background", "road", "tree", "roof & wall")
 SCHEME = ClassScheme(NAMES, ((0, 0, 0), (200, 0, 0), (0, 0, 250), (9, 9, 9)))

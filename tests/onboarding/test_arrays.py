@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from PIL import Image
 
 from segapp.config import RunConfig
 from segapp.errors import DataError
+from segapp.onboarding.candidates import find_candidates
+from segapp.onboarding.conversion import write_files
 from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.tree import survey_tree
 from tests.support.drawn_folders import draw_image, proposed, samples_read, seeded
+from tests.support.hostile_files import PYTHONS_WORDS
 
 NUM, HEIGHT, WIDTH = 10, 40, 56
 NAMES = [f"case{number:04}_slice{number % 3:03}" for number in range(NUM)]
@@ -118,10 +123,9 @@ def test_array_that_is_the_mask_of_a_file_is_refused(tmp_path: Path) -> None:
         ({"images": np.zeros((4, 32, 32, 3)), "masks": np.zeros((5, 32, 32))}, r"images\.npy \(4, 32, 32, 3\).*agree"),
         ({"x": np.zeros((4, 3, 32, 32)), "y": np.zeros((4, 32, 32))}, r"channels of images last, such as np\.moveaxis"),
         ({"x": np.zeros((4, 32, 32, 3)), "y": np.zeros((4, 32, 32, 3))}, r"y\.npy.*save masks as ids"),
-        ({"images": np.array([{}, {}], dtype=object)}, "Python objects.*save plain arrays"),
         ({"values": np.zeros((4, 32, 32))}, "npy.*name arrays for their contents"),
     ],
-    ids=["axes", "channels first", "a channel for each class", "objects", "one array"],
+    ids=["axes", "channels first", "a channel for each class", "one array"],
 )
 def test_arrays_that_cannot_be_read_are_one_clear_error(
     arrays: dict[str, np.ndarray], problem: str, tmp_path: Path
@@ -132,21 +136,71 @@ def test_arrays_that_cannot_be_read_are_one_clear_error(
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
-def test_ids_beyond_8_bits_and_cut_files_are_named(tmp_path: Path) -> None:
+def changed(old: bytes, new: bytes) -> Callable[[Path], object]:
+    """Returns a function that changes bytes of a file, and keeps the length of its header."""
+
+    def change(path: Path) -> None:
+        data = path.read_bytes()
+        assert old in data
+        path.write_bytes(data.replace(old + b" " * (len(new) - len(old)), new.ljust(len(old)), 1))
+
+    return change
+
+
+def holding(value: Any, dtype: str = "float64") -> Callable[[Path], object]:
+    """Returns a function that puts a value into an array."""
+
+    def change(path: Path) -> None:
+        array = np.load(path).astype(dtype)
+        array[3, 5] = value
+        np.save(path, array)
+
+    return change
+
+
+ODD_ARRAYS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "cut off": ("images", lambda path: path.write_bytes(path.read_bytes()[:4000]), "it is damaged, cut off"),
+    "empty": ("masks", lambda path: path.write_bytes(b""), "it is damaged, cut off"),
+    "another format": ("masks", changed(b"NUMPY", b"NUMPI"), "it is damaged, cut off"),
+    "another version": ("masks", changed(b"\x01\x00", b"\x09\x00"), "its header is too large"),
+    "no literal": ("masks", changed(b"{'descr'", b"['descr'"), "it is damaged, cut off"),
+    "no shape": ("masks", changed(b"'shape'", b"'shade'"), "it is damaged, cut off"),
+    "a negative shape": ("masks", changed(b"(40, 56), }", b"(-40, 56), }"), "it is damaged, cut off"),
+    "a huge shape": ("masks", changed(b"(40, 56), }", b"(40, " + b"9" * 30 + b"), }"), "it is damaged, cut off"),
+    "a shape of text": ("masks", changed(b"(40, 56), }", b"('a', 56), }"), "it is damaged, cut off"),
+    "an unknown type": ("masks", changed(b"'|u1'", b"'|q9'"), "it is damaged, cut off"),
+    "objects": ("masks", lambda path: np.save(path, np.array([{}], object)), "holds Python objects"),
+    "no pixels": ("masks", lambda path: np.save(path, np.zeros((0, 56), np.uint8)), r"shape \(0, 56\) of uint8 has no"),
+    "one axis": ("images", lambda path: np.save(path, np.zeros(9)), r"shape \(9,\) of float64 has no pixels"),
+    "five axes": ("masks", lambda path: np.save(path, np.zeros((1, 1, 1, 2, 2))), "of float64 has no pixels"),
+    "complex": ("masks", lambda path: np.save(path, np.zeros((40, 56), complex)), "of complex128 has no pixels"),
+    "text": ("masks", lambda path: np.save(path, np.full((40, 56), "car")), "of <U3 has no pixels"),
+    "beyond 8 bits": ("masks", holding(300, "int64"), "values from 0 to 300, which are not ids of 0 to 255"),
+    "negative": ("masks", holding(-1, "int8"), "values from -1 to 2, which are not ids of 0 to 255"),
+    "of 64 bits": ("masks", holding(2**63 + 5, "uint64"), "values from 0 to 9223372036854775813"),
+    "a fraction": ("masks", holding(0.5), "the mask holds 0.5, and class ids are whole numbers"),
+    "infinite": ("masks", holding(np.inf), "the mask holds inf, and class ids are whole numbers"),
+    "huge": ("masks", holding(1e300), "the mask holds 1e\\+300, and class ids are whole"),
+}
+
+
+@pytest.mark.parametrize("case", ODD_ARRAYS)
+def test_odd_array_is_named_and_the_others_read(case: str, tmp_path: Path) -> None:
     images, masks = drawn()
-    wide = masks.astype(np.float64)
-    wide[2, 0, 0], wide[7, 0, 0] = 300, 0.5
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(NAMES[:5]):
         save(tmp_path / "d" / "images" / f"{name}.npy", images[number])
-        save(tmp_path / "d" / "masks" / f"{name}.npy", wide[number])
-    path = tmp_path / "d" / "images" / f"{NAMES[4]}.npy"
-    path.write_bytes(path.read_bytes()[:4000])
-    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    lines = "\n".join(result.lines)
-    assert "values from 0 to 300, which are not ids of 0 to 255" in lines
-    assert f"masks/{NAMES[7]}.npy: the mask holds 0.5, and class ids are whole numbers" in lines
-    assert f"note: images/{NAMES[4]}.npy: mmap length is greater than file size" in lines
-    assert len(names["train"] + names["val"]) == 7
+        save(tmp_path / "d" / "masks" / f"{name}.npy", masks[number])
+    folder, change, problem = ODD_ARRAYS[case]
+    change(path := tmp_path / "d" / folder / f"{NAMES[2]}.npy")
+    layout = find_candidates(survey_tree(tmp_path / "d"))[0]
+    kept, problems = write_files(layout, tmp_path / "made", tmp_path / "d")
+    said = [line for line in (*kept.notes, *problems) if path.name in line]
+    assert re.search(problem, " ".join(said)), (kept.notes, problems)
+    assert not PYTHONS_WORDS.search(" ".join(said).replace("Python objects", "")), said
+    read = {Path(pair.image).stem: np.asarray(Image.open(tmp_path / "made" / pair.mask)) for pair in kept.pairs}
+    assert sorted(read) == sorted([*NAMES[:2], *NAMES[3:5]])
+    for name, mask in read.items():
+        np.testing.assert_array_equal(mask, masks[NAMES.index(name)])
 
 
 def test_nan_in_an_array_of_masks_is_ignored(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from PIL import Image
 
 from segapp.errors import DataError
 from segapp.onboarding.annotations import find_yolo
-from segapp.onboarding.conversion import decode_runs
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import survey_tree
@@ -112,21 +109,6 @@ def test_annotated_objects_become_masks(
     assert said in " ".join(result.lines)
 
 
-def test_bad_entries_are_named_and_the_others_converted(tmp_path: Path) -> None:
-    coco(tmp_path / "d", as_polygons)
-    path = tmp_path / "d" / "annotations" / "instances.json"
-    content = json.loads(path.read_text())
-    content["annotations"][0]["segmentation"] = [[1.0, 2.0]]
-    del content["annotations"][2]["category_id"]
-    path.write_text(json.dumps(content))
-    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    lines = "\n".join(result.lines)
-    bad = "left out: annotations/instances.json: image 0000.jpg: the entry cannot be read (object 0: a polygon of 1"
-    assert bad in lines
-    assert "image 0001.jpg: the entry cannot be read (object 0: 'category_id' is missing)" in lines
-    assert len(names["train"] + names["val"]) == 4
-
-
 def test_polygons_of_yolo_are_drawn_largest_first(tmp_path: Path) -> None:
     draw_image(tmp_path / "a.png", (10, 10))
     small, large = "0 0.35 0.35 0.55 0.35 0.55 0.55 0.35 0.55", "12 0.05 0.05 0.95 0.05 0.95 0.95 0.05 0.95"
@@ -156,14 +138,6 @@ def painted(layout: Layout) -> np.ndarray:
     return np.asarray(drawing.paint(DrawnMask(np.zeros((10, 10), np.uint8), (10, 10))))
 
 
-def test_run_lengths_that_do_not_fill_the_image_are_refused() -> None:
-    with pytest.raises(ValueError, match="run lengths of 5 pixels for 3 x 2"):
-        decode_runs([2, 3], 2, 3)
-    with pytest.raises(ValueError, match="run lengths of 18446744073709551622 pixels"):  # 6 in 64 bits
-        decode_runs([2**62] * 4 + [6], 2, 3)
-    assert decode_runs([1, 2, 3], 2, 3, "F").tolist() == [[False, True, False], [True, False, False]]
-
-
 def test_annotations_that_are_all_bad_are_an_error(tmp_path: Path) -> None:
     coco(tmp_path / "d", lambda ring: [[1.0, 2.0]])
     with pytest.raises(DataError, match=r"no entry of COCO can be converted: annotations/instances\.json: image 0000"):
@@ -187,20 +161,6 @@ def test_names_of_annotation_files_say_the_split(tmp_path: Path) -> None:
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert (len(names["train"]), len(names["val"])) == (4, 2)
     assert "splits: 4 training images (train), 2 validation images (val)" in result.lines
-
-
-def test_bitmap_that_is_no_png_is_left_out_and_named(tmp_path: Path) -> None:
-    supervisely(tmp_path / "d")
-    path = tmp_path / "d" / "ds0" / "ann" / "0000.jpg.json"
-    content = json.loads(path.read_text())
-    content["objects"][1]["bitmap"]["data"] = base64.b64encode(zlib.compress(b"no PNG")).decode()
-    path.write_text(json.dumps(content))
-    text = (other := path.with_name("0003.jpg.json")).read_text()
-    other.write_text(text.replace('"polygon"', '"graph"'))
-    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert "its bitmap is not a PNG" in "\n".join(result.lines)
-    assert "geometryType 'graph' is not known" in "\n".join(result.lines)
-    assert len(names["train"] + names["val"]) == 4
 
 
 def test_nnunet_channels_are_refused_and_their_stack_is_read(tmp_path: Path) -> None:
@@ -241,16 +201,6 @@ def test_table_chooses_one_of_the_channels_of_nnunet(tmp_path: Path) -> None:
     propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
     listed = "".join((tmp_path / f"made-lists/{split}.txt").read_text() for split in ("train", "val")).splitlines()
     assert sorted(listed) == [f"imagesTr/p{name}_0001.png\tlabelsTr/p{name}.png" for name in NAMES]
-
-
-def test_unreadable_annotations_are_named_with_their_kind(tmp_path: Path) -> None:
-    coco(tmp_path / "d", as_polygons)
-    path = tmp_path / "d" / "annotations" / "instances.json"
-    content = json.loads(path.read_text())
-    del content["categories"][0]["id"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="look like COCO, but cannot be read: 'id' is missing"):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
 def test_cvat_orders_by_fractions_and_supervisely_by_titles(tmp_path: Path) -> None:

@@ -1,43 +1,40 @@
-"""Fields of annotations in every format that init reads, each with a dozen odd values: drawn, left out by name, or refused.
+"""Odd values in every field of every format that init reads: drawn, left out by name, or the folder is refused.
 
 An image has three objects, of which the second of the second image is changed. One of three verdicts is right: the
 masks are those drawn by hand; only the changed image is left out, with file, image, object and field; or the folder is
-refused in one line with the file and the field. Equal fields have equal verdicts in all formats.
+refused in one line with the file. Equal fields have equal verdicts in all formats.
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-from xml.sax.saxutils import quoteattr
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.errors import DataError, SegappError
+from segapp.errors import DataError
 from segapp.onboarding.candidates import find_candidates
 from segapp.onboarding.conversion import write_files
 from segapp.onboarding.tree import survey_tree
+from tests.support.annotation_formats import FORMATS, Annotated, brush, label_studio, save_json
+from tests.support.hostile_files import PYTHONS_WORDS
 
 HEIGHT, WIDTH = 33, 47
 NAMES = ("0003", "0010", "0017")
 CHANGED = NAMES[1]
 BOXES = {"road": (4, 3, 20, 15), "car": (8, 6, 12, 10), "sign": (30, 18, 44, 30)}
-"""Left, top, right and bottom of the objects of every image; the pixels right and bottom belong to them."""
-Plane = NDArray[np.bool_]
+"""Left, top, right and bottom of the pixels of the objects of every image; car lies on road."""
 MISSING = object()
 
 
-def plane(label: str) -> Plane:
+def plane(label: str) -> NDArray[np.bool_]:
     left, top, right, bottom = BOXES[label]
     pixels = np.zeros((HEIGHT, WIDTH), bool)
     pixels[top : bottom + 1, left : right + 1] = True
@@ -52,273 +49,45 @@ def by_hand(labels: Mapping[str, str] | None = None) -> NDArray[Any]:
     return names
 
 
-# --- encoders, written from the definitions of the formats
-
-
-def ring(label: str, *, is_center: bool) -> list[list[int]]:
-    left, top, right, bottom = BOXES[label]
-    right, bottom = right + (not is_center), bottom + (not is_center)
-    return [[left, top], [right, top], [right, bottom], [left, bottom]]
-
-
-def flat(corners: list[list[int]]) -> list[int]:
-    return [side for corner in corners for side in corner]
-
-
-def runs(pixels: Plane) -> list[int]:
-    """Lengths of alternating runs, background first."""
-    changes = np.flatnonzero(np.diff(pixels.astype(int), prepend=0))
-    return np.diff([0, *changes, len(pixels)]).tolist()
-
-
-def compressed(counts: list[int]) -> str:
-    """COCO's text: differences to the last but one, 5 bits a character from the lowest, with a bit for more."""
-    text = ""
-    for number, count in enumerate(counts):
-        value, more = count - (counts[number - 2] if number > 2 else 0), True
-        while more:
-            code = value & 31
-            value >>= 5
-            more = value != (-1 if code & 16 else 0)
-            text += chr(48 + code + 32 * more)
-    return text
-
-
-def brush(pixels: Plane, widths: tuple[int, int, int, int] = (3, 4, 8, 16), *, has_color: bool = False) -> list[int]:
-    """Label Studio's bytes of a stroke, RGBA; with a color, the values of a pixel differ, and are written one by one."""
-    color = (200, 0, 7, 255) if has_color else (255, 255, 255, 255)
-    values = (pixels[..., None] * np.array(color)).reshape(-1).tolist()
-    bits = f"{len(values):032b}{7:05b}" + "".join(f"{width - 1:04b}" for width in widths)
-    start = 0
-    while start < len(values):
-        end = start + 1
-        while end < len(values) and end - start < 2 ** widths[3] and values[end] == values[start]:
-            end += 1
-        own = values[start:end]
-        if len(own) == 1:  # different values up to the next ones that are equal, or as many as the first width has
-            end = start + 1
-            while end < min(len(values) - 1, start + 2 ** widths[0]) and values[end] != values[end + 1]:
-                end += 1
-            own = values[start:end]
-        which = next(number for number, width in enumerate(widths) if len(own) <= 2**width)
-        is_repeated = len(own) > 1 and len({*own}) == 1
-        bits += f"{is_repeated:b}{which:02b}{len(own) - 1:0{widths[which]}b}"
-        bits += "".join(f"{value:08b}" for value in (own[:1] if is_repeated else own))
-        start = end
-    bits += "0" * (8 - len(bits) % 8)  # label-studio-converter adds a byte to whole ones
-    return [int(bits[at : at + 8], 2) for at in range(0, len(bits), 8)]
-
-
-def png(pixels: NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8) * 255).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def cut(label: str) -> Plane:
-    left, top, right, bottom = BOXES[label]
-    return np.ones((bottom + 1 - top, right + 1 - left), bool)
-
-
-# --- formats: a tree of plain values, and how it is saved
-
-
-def coco(outline: Callable[[str], Any]) -> Callable[[], Any]:
-    def tree() -> Any:
-        ids = {"road": 9, "car": 4, "sign": 21}
-        objects = [
-            {"id": 50 + 7 * i, "image_id": 11 + 5 * i, "category_id": ids[label], "segmentation": outline(label),
-             "area": int(plane(label).sum()), "bbox": [1, 1, 5, 5]}
-            for i in range(len(NAMES)) for label in BOXES
-        ]  # fmt: skip
-        images = [
-            {"id": 11 + 5 * i, "file_name": f"{name}.png", "height": HEIGHT, "width": WIDTH}
-            for i, name in enumerate(NAMES)
-        ]
-        return {"images": images, "annotations": objects, "categories": [{"id": i, "name": n} for n, i in ids.items()]}
-
-    return tree
-
-
-def each(content: Callable[[str], Any]) -> Callable[[], Any]:
-    """Returns a tree with the content of the file of each image."""
-    return lambda: {name: content(name) for name in NAMES}
-
-
-def labelme(shape: Callable[[str], Any]) -> Callable[[], Any]:
-    return each(lambda name: {"imagePath": f"{name}.png", "imageHeight": HEIGHT, "imageWidth": WIDTH,
-                              "shapes": [{"label": label, **shape(label)} for label in BOXES]})  # fmt: skip
-
-
-def supervisely(shape: Callable[[str], Any]) -> Callable[[], Any]:
-    size = {"height": HEIGHT, "width": WIDTH}
-    return each(
-        lambda name: {"size": dict(size), "objects": [{"classTitle": label, **shape(label)} for label in BOXES]}
-    )
-
-
-def label_studio(kind: str, value: Callable[[str], Any]) -> Callable[[], Any]:
-    def tree() -> Any:
-        return [
-            {"id": 31 + 4 * i, "data": {"image": f"/data/upload/3/1a2b3c4d-{name}.png"}, "annotations": [{
-                "id": 71 + i, "was_cancelled": False, "result": [
-                    {"id": f"r{label}", "type": kind, "original_height": HEIGHT, "original_width": WIDTH,
-                     "image_rotation": 0, "value": {kind: [label], **value(label)}}
-                    for label in BOXES
-                ]}]}
-            for i, name in enumerate(NAMES)
-        ]  # fmt: skip
-
-    return tree
-
-
-def cvat(kind: str, shape: Callable[[str], Any]) -> Callable[[], Any]:
-    def image(name: str) -> Any:
-        shapes = [{"kind": kind, "label": label, "z_order": 3, **shape(label)} for label in BOXES]
-        return {"name": f"{name}.png", "width": WIDTH, "height": HEIGHT, "shapes": shapes}
-
-    return lambda: [image(name) for name in NAMES]
-
-
-def percent(label: str) -> list[list[float]]:
-    return [[x / WIDTH * 100, y / HEIGHT * 100] for x, y in ring(label, is_center=False)]
-
-
-def shares(label: str) -> list[float]:
-    return [side for x, y in ring(label, is_center=True) for side in ((x + 0.5) / WIDTH, (y + 0.5) / HEIGHT)]
-
-
-def start_and_length(label: str) -> str:
-    counts = runs((plane(label) & (by_hand() == label)).ravel("F"))
-    ends = np.cumsum(counts)
-    return " ".join(f"{end + 1} {length}" for end, length in zip(ends[::2], counts[1::2], strict=False))
-
-
-def save_json(place: str) -> Callable[[Path, Any], None]:
-    def save(root: Path, tree: Any) -> None:
-        for name, content in tree.items() if "{}" in place else [("", tree)]:
-            path = root / place.format(name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(content))
-
-    return save
-
-
-def save_cvat(root: Path, tree: Any) -> None:
-    def attributes(one: Any) -> str:
-        return "".join(f" {key}={quoteattr(str(value))}" for key, value in one.items() if key not in ("kind", "shapes"))
-
-    def shapes(image: Any) -> str:
-        return "".join(f"<{one.get('kind') or 'x'}{attributes(one)}/>" for one in image["shapes"])
-
-    images = [f"<image{attributes(image)}>{shapes(image)}</image>" for image in tree]
-    (root / "annotations.xml").write_text(f"<annotations>{''.join(images)}</annotations>")
-
-
-def save_yolo(root: Path, tree: Any) -> None:
-    for name, lines in tree.items():
-        (root / f"{name}.txt").write_text("\n".join(" ".join(map(str, line)) for line in lines))
-    (root / "data.yaml").write_text("names: [road, car, sign]")
-
-
-def save_table(root: Path, tree: Any) -> None:
-    (root / "train.csv").write_text("\n".join(",".join(map(str, row)) for row in tree))
-
-
-class Format(NamedTuple):
-    """A tree of plain values, how it is saved, the file of the changed image, and the place of the changed object."""
-
-    tree: Callable[[], Any]
-    save: Callable[[Path, Any], None]
-    file: str
-    object: tuple[Any, ...]
-    fields: dict[str, str]  # place below the object, or from the top with a slash -> sort of the field
-
-
 POLYGON = {"points": "outline", "points.1": "corner", "points.1.0": "number"}
 ENDS = {"points": "two corners", "points.1": "one of two corners", "points.1.0": "number"}
 LABELME = {"": "element", "label": "label", "shape_type": "kind, or a polygon", "/shapes": "list of objects",
            "/imagePath": "image", "/imageWidth": "side"}  # fmt: skip
-SUPERVISELY = {"": "element", "classTitle": "label", "geometryType": "object", "/objects": "list of objects", "/size": "size",
-               "/size.height": "side"}  # fmt: skip
+SUPERVISELY = {"": "element", "classTitle": "label", "geometryType": "object", "/objects": "list of objects",
+               "/size": "size", "/size.height": "side",
+               "points": "object", "points.interior": "holes"}  # fmt: skip
 STUDIO = {"": "element", "type": "object", "value": "object", "/annotations": "list of annotations",
-          "/annotations.0": "annotation", "/annotations.0.result": "list of objects", "/data": "data",
-          "original_width": "side", "image_rotation": "rotation"}  # fmt: skip
+          "/annotations.1": "annotation", "/annotations.1.result": "list of objects", "/data": "data",
+          "original_width": "side", "image_rotation": "rotation", "value.polygonlabels": "object",
+          "value.polygonlabels.0": "label"}  # fmt: skip
 COCO = {"": "record", "image_id": "id of an image", "category_id": "runs", "area": "area",
         "segmentation": "rings", "//images.1.id": "id of an image", "//images.1.file_name": "image",
         "//images.1.height": "side", "//images.1": "image that is listed", "//categories.1.id": "id of a class",
         "//categories.1.name": "name", "//categories.1": "data", "//categories": "classes"}  # fmt: skip
 CVAT = {"label": "text of a label", "z_order": "z_order", "//1.name": "text of an image", "//1.width": "side"}
 
-FORMATS: dict[str, Format] = {
-    "COCO": Format(coco(lambda label: [flat(ring(label, is_center=False))]), save_json("instances.json"),
-                   "instances.json", ("annotations", 4),
-                   {**COCO, "segmentation.0": "outline of pairs", "segmentation.0.3": "number"}),
-    "COCO runs": Format(coco(lambda label: {"size": [HEIGHT, WIDTH], "counts": runs(plane(label).ravel("F"))}),
-                        save_json("instances.json"), "instances.json", ("annotations", 4),
-                        {**COCO, "segmentation.size": "runs", "segmentation.size.0": "runs",
-                         "segmentation.counts": "runs", "segmentation.counts.2": "runs"}),
-    "COCO text": Format(coco(lambda label: {"size": [HEIGHT, WIDTH],
-                                            "counts": compressed(runs(plane(label).ravel("F")))}),
-                        save_json("instances.json"), "instances.json", ("annotations", 4),
-                        {"segmentation.counts": "runs"}),
-    "labelme": Format(labelme(lambda label: {"points": ring(label, is_center=True)}), save_json("{}.json"),
-                      f"{CHANGED}.json", (CHANGED, "shapes", 1), {**LABELME, **POLYGON}),
-    "labelme box": Format(
-        labelme(lambda label: {"shape_type": "rectangle", "points": ring(label, is_center=True)[::2]}),
-        save_json("{}.json"), f"{CHANGED}.json", (CHANGED, "shapes", 1), ENDS),
-    "labelme mask": Format(
-        labelme(lambda label: {"shape_type": "mask", "points": ring(label, is_center=True)[::2],
-                               "mask": base64.b64encode(png(cut(label))).decode()}),
-        save_json("{}.json"), f"{CHANGED}.json", (CHANGED, "shapes", 1),
-        {"mask": "blob", "points": "place", "points.0": "corner of a place", "points.0.0": "number"}),
-    "Supervisely": Format(
-        supervisely(lambda label: {"geometryType": "polygon",
-                                   "points": {"exterior": ring(label, is_center=True), "interior": []}}),
-        save_json("ann/{}.png.json"), f"ann/{CHANGED}.png.json", (CHANGED, "objects", 1),
-        {**SUPERVISELY, "points": "object", "points.interior": "holes",
-         **{key.replace("points", "points.exterior"): sort for key, sort in POLYGON.items()}}),
-    "Supervisely box": Format(
-        supervisely(lambda label: {"geometryType": "rectangle",
-                                   "points": {"exterior": ring(label, is_center=True)[::2], "interior": []}}),
-        save_json("ann/{}.png.json"), f"ann/{CHANGED}.png.json", (CHANGED, "objects", 1),
-        {key.replace("points", "points.exterior"): sort for key, sort in ENDS.items()}),
-    "Supervisely bitmap": Format(
-        supervisely(lambda label: {"geometryType": "bitmap", "bitmap": {
-            "data": base64.b64encode(zlib.compress(png(cut(label)))).decode(), "origin": [*BOXES[label][:2]]}}),
-        save_json("ann/{}.png.json"), f"ann/{CHANGED}.png.json", (CHANGED, "objects", 1),
-        {"bitmap": "object", "bitmap.data": "blob", "bitmap.origin": "object", "bitmap.origin.0": "number"}),
-    "Label Studio": Format(label_studio("polygonlabels", lambda label: {"points": percent(label)}),
-                           save_json("tasks.json"), "tasks.json", (1, "annotations", 0, "result", 1),
-                           {**STUDIO, "value.polygonlabels": "object", "value.polygonlabels.0": "label",
-                            **{f"value.{key}": sort for key, sort in POLYGON.items()}}),
-    "Label Studio box": Format(
-        label_studio("rectanglelabels", lambda label: {
-            "x": percent(label)[0][0], "y": percent(label)[0][1],
-            "width": percent(label)[1][0] - percent(label)[0][0], "height": percent(label)[2][1] - percent(label)[0][1]}),
-        save_json("tasks.json"), "tasks.json", (1, "annotations", 0, "result", 1),
-        {f"value.{key}": "number" for key in ("x", "y", "width", "height")}),
-    "Label Studio brush": Format(label_studio("brushlabels", lambda label: {"format": "rle", "rle": brush(plane(label))}),
-                                 save_json("tasks.json"), "tasks.json", (1, "annotations", 0, "result", 1),
-                                 {"value.rle": "runs", "value.rle.3": "runs", "value.brushlabels": "object"}),
-    "CVAT": Format(cvat("polygon", lambda label: {"points": ";".join(f"{x},{y}" for x, y in ring(label, is_center=False))}),
-                   save_cvat, "annotations.xml", (1, "shapes", 1), {**CVAT, "points": "outline", "kind": "tag"}),
-    "CVAT box": Format(cvat("box", lambda label: dict(zip(("xtl", "ytl", "xbr", "ybr"), BOXES[label], strict=True))),
-                       save_cvat, "annotations.xml", (1, "shapes", 1),
-                       {key: "number" for key in ("xtl", "ytl", "xbr", "ybr")}),
-    "CVAT mask": Format(
-        cvat("mask", lambda label: {"rle": ",".join(map(str, runs(cut(label).ravel()))), "left": BOXES[label][0],
-                                    "top": BOXES[label][1], "width": cut(label).shape[1], "height": len(cut(label))}),
-        save_cvat, "annotations.xml", (1, "shapes", 1),
-        {"rle": "runs", "left": "number", "top": "number", "width": "runs", "height": "runs"}),
-    "YOLO": Format(each(lambda _: [[number, *shares(label)] for number, label in enumerate(BOXES)]), save_yolo,
-                   f"{CHANGED}.txt", (CHANGED, 1), {"0": "number of a class", "3": "number"}),
-    "table": Format(
-        lambda: [["ImageId", "ClassId", "EncodedPixels", "Height", "Width"],
-                 *([f"{name}.png", label, start_and_length(label), HEIGHT, WIDTH]
-                   for name in NAMES for label in BOXES)],
-        save_table, "train.csv", (5,), {"0": "cell of an image", "1": "cell of a class", "2": "cell of runs", "3": "cell of a side"}),
+FIELDS: dict[str, dict[str, str]] = {
+    "COCO": COCO | {"segmentation.0": "outline of pairs", "segmentation.0.3": "number"},
+    "COCO runs": COCO | dict.fromkeys(
+        ("segmentation.size", "segmentation.size.0", "segmentation.counts", "segmentation.counts.2"), "runs"),
+    "COCO text": {"segmentation.counts": "runs"},
+    "labelme": LABELME | POLYGON,
+    "labelme box": ENDS,
+    "labelme mask": {"mask": "blob", "points": "place", "points.0": "corner of a place", "points.0.0": "number"},
+    "Supervisely": SUPERVISELY | {key.replace("points", "points.exterior"): sort for key, sort in POLYGON.items()},
+    "Supervisely box": {key.replace("points", "points.exterior"): sort for key, sort in ENDS.items()},
+    "Supervisely bitmap": {"bitmap": "object", "bitmap.data": "blob", "bitmap.origin": "object",
+                           "bitmap.origin.0": "number"},
+    "Label Studio": STUDIO | {f"value.{key}": sort for key, sort in POLYGON.items()},
+    "Label Studio box": {f"value.{key}": "number" for key in ("x", "y", "width", "height")},
+    "Label Studio brush": {"value.rle": "runs", "value.rle.3": "runs", "value.brushlabels": "object"},
+    "CVAT": CVAT | {"points": "outline", "kind": "tag"},
+    "CVAT box": dict.fromkeys(("xtl", "ytl", "xbr", "ybr"), "number"),
+    "CVAT mask": {"rle": "runs", "left": "number", "top": "number", "width": "runs", "height": "runs"},
+    "YOLO": {"0": "number of a class", "3": "number"},
+    "table": {"0": "cell of an image", "1": "cell of a class", "2": "cell of runs", "3": "cell of a side"},
 }  # fmt: skip
+"""Format -> place of a field in the object, from its image with a slash, from the top with two -> sort of the field."""
 
 VALUES: dict[str, Any] = {
     "missing": MISSING, "null": None, "empty": "", "no list": [], "no object": {}, "true": True, "text": "abc",
@@ -329,15 +98,16 @@ TEXTS = ("missing", "empty", "text", "number", "negative", "nan", "inf", "huge",
 """The values of fields that are text in their file."""
 
 
-def changed(tree: Any, place: tuple[Any, ...], value: Any) -> bool:
+def changed(tree: Any, place: list[Any], value: Any) -> bool:
     """Changes a value in place; returns False if it cannot be shortened or repeated."""
     *above, key = place
     for step in above:
         tree = tree[step]
     if callable(value):
-        if not isinstance(tree[key] if isinstance(tree, list) else tree.get(key), str | list):
+        sound = tree[key] if isinstance(tree, list) else tree.get(key)
+        if not isinstance(sound, str | list) and value in (VALUES["short"], VALUES["repeated"]):
             return False
-        tree[key] = value(tree[key])
+        tree[key] = value(sound)
     elif value is not MISSING:
         tree[key] = value
     elif isinstance(tree, list) or key in tree:
@@ -345,32 +115,22 @@ def changed(tree: Any, place: tuple[Any, ...], value: Any) -> bool:
     return True
 
 
-PYTHONS_WORDS = re.compile(
-    r"NoneType|subscriptable|out of range|could not convert|invalid literal|unsupported|expected|iterable|has no attribute"
-    r"|unhashable|object is not|argument|Traceback|Error\b|unpack|must be|inhomogeneous|too large to convert|Errno|'int'"
-    r"|'str'|'list'|'dict'|'float'|codec|padding|\bNone\b|\bTrue\b|\bFalse\b|mmap|<class|float\(|int\(|cannot cast"
-)
-
-
 def written(root: Path, out: Path) -> tuple[str, list[str], dict[str, NDArray[Any]]]:
     """Returns the verdict, the lines that were said, and the names of the classes of the pixels of each mask."""
     try:
         layout = find_candidates(survey_tree(root))[0]
         kept, problems = write_files(layout, out, root)
-    except SegappError as error:
-        assert isinstance(error, DataError), error
+    except DataError as error:
         return "refused", [str(error)], {}
-    masks = {}
-    for pair in kept.pairs:
-        ids = np.asarray(Image.open(out / pair.mask))
-        masks[Path(pair.image).stem] = np.array([*kept.classes, "unknown"], object)[np.minimum(ids, len(kept.classes))]
+    names = np.array([*kept.classes, *["unknown"] * (256 - len(kept.classes))], object)
+    masks = {Path(pair.image).stem: names[np.asarray(Image.open(out / pair.mask))] for pair in kept.pairs}
     return "left out" if problems else "drawn", [*problems, *kept.notes[1:]], masks
 
 
 def verdicts(default: str, **exceptions: str) -> dict[str, str]:
     """Values of a sort of fields -> verdict.
 
-    Besides refused, left out and drawn: "other" (only the object's pixels differ), "renamed" (only the name of its class
+    Besides refused, left out and drawn: "other" (only the object's pixels differ), "renamed" (only its class
     does), "numbered" (classes lose their names), "absent" (the image is not annotated).
     """
     found = dict.fromkeys(VALUES, default)
@@ -426,22 +186,31 @@ SORTS: dict[str, dict[str, str]] = {
 """Sort of a field -> value -> verdict, in all formats."""
 CELLS = [
     pytest.param(name, place, sort, id=f"{name}-{place or 'object'}")
-    for name, format in FORMATS.items()
-    for place, sort in format.fields.items()
+    for name, fields in FIELDS.items()
+    for place, sort in fields.items()
 ]
 
 
-def problem_of(name: str, place: str, value: str, verdict: str, folder: Path) -> str:
-    """Returns what is wrong with the conversion of a changed folder; an empty text if nothing is."""
-    root, format = folder / "d", FORMATS[name]
-    root.mkdir(parents=True)
+def images_in(root: Path) -> Path:
+    """Returns a new folder with the images."""
+    root.mkdir(parents=True, exist_ok=True)
     for image in NAMES:
-        (root / "img").mkdir(exist_ok=True)
-        Image.new("RGB", (WIDTH, HEIGHT)).save(root / ("img" if "Supervisely" in name else "") / f"{image}.png")
-    steps = tuple(int(step) if step.isdigit() else step for step in place.strip("/").split(".") if step)
-    top = () if place.startswith("//") else format.object[:1] if place.startswith("/") else format.object
-    tree = format.tree()
-    if value and not changed(tree, (*top, *steps), VALUES[value]):
+        Image.new("RGB", (WIDTH, HEIGHT)).save(root / f"{image}.jpg")
+    return root
+
+
+def entries() -> list[Annotated]:
+    return [Annotated(name, (HEIGHT, WIDTH), {label: plane(label) for label in BOXES}) for name in NAMES]
+
+
+def problem_of(name: str, place: str, value: Any, verdict: str, folder: Path) -> str:
+    """Returns what is wrong with the conversion of a folder with a changed field; an empty text if nothing is."""
+    format, root = FORMATS[name], images_in(folder / "d")
+    way, file = [CHANGED if step == "{}" else step for step in format.way], format.file.format(CHANGED)
+    top = [] if place.startswith("//") else way[:1] if place.startswith("/") else way
+    steps = [int(step) if step.isdigit() else step for step in place.strip("/").split(".") if step]
+    tree = format.tree(entries())
+    if not changed(tree, [*top, *steps], value):
         return ""
     format.save(root, tree)
     found, lines, masks = written(root, folder / "out")
@@ -449,15 +218,16 @@ def problem_of(name: str, place: str, value: str, verdict: str, folder: Path) ->
     if match := PYTHONS_WORDS.search(said):
         return f"says {match[0]!r} in {said}"
     if found == "refused":
-        is_named = "\n" not in said and format.file in said
+        is_named = "\n" not in said and file in said
         return "" if verdict == "refused" and is_named else f"refused: {said}"
     own = masks.pop(CHANGED, None)
     rest = ~plane("car") if verdict == "renamed" and place.startswith("//") else np.s_[:]
     if len(masks) < 2 or (verdict != "numbered" and any((mask != by_hand())[rest].any() for mask in masks.values())):
         return f"another image differs: {said}"
     if found == "left out":
-        words = [step for step in place.split(".") if not step.isdigit()] + ["class", "pixels", "run", "object 0: it is", "value.", "corners", "rotated"]
-        is_named = format.file in said and f"{CHANGED}.png" in said and any(word in said for word in words)
+        also = ("class", "pixels", "run", "it is", "value.", "corners", "rotated", "not read")
+        words = [step for step in place.split(".") if not step.isdigit()]
+        is_named = file in said and f"{CHANGED}.jpg" in said and any(word in said for word in (*words, *also))
         return "" if verdict == "left out" and is_named and own is None else f"left out: {said}"
     if own is None:
         return "" if verdict == "absent" else f"absent: {said}"
@@ -474,11 +244,201 @@ def problem_of(name: str, place: str, value: str, verdict: str, folder: Path) ->
 @pytest.mark.parametrize(("name", "place", "sort"), CELLS)
 def test_each_odd_value_has_its_verdict(name: str, place: str, sort: str, tmp_path: Path) -> None:
     values = TEXTS if name.startswith(("CVAT", "YOLO", "table")) else tuple(VALUES)
-    found = {value: problem_of(name, place, value, SORTS[sort][value], tmp_path / value.replace(" ", "_")) for value in values}
-    wrong = [f"{value}: {SORTS[sort][value]}? {problem}" for value, problem in found.items() if problem]
-    assert not wrong, "\n".join(wrong)
+    wrong = {
+        value: f"{SORTS[sort][value]}? {problem}"
+        for value in values
+        if (problem := problem_of(name, place, VALUES[value], SORTS[sort][value], tmp_path / value.replace(" ", "_")))
+    }
+    assert not wrong, "\n".join(f"{value}: {problem}" for value, problem in wrong.items())
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_sound_fields_are_drawn_as_by_hand(name: str, tmp_path: Path) -> None:
-    assert not problem_of(name, "", "", "drawn", tmp_path)
+    assert not problem_of(name, "", lambda value: value, "drawn", tmp_path)
+
+
+CASES: dict[str, tuple[str, str, Any, str]] = {
+    # fields of an object
+    "a circle of labelme": ("labelme", "shape_type", "circle", "left out"),
+    "a line of labelme": ("labelme", "shape_type", "linestrip", "left out"),
+    "points of labelme": ("labelme", "shape_type", "points", "other"),
+    "a polyline of CVAT": ("CVAT", "kind", "polyline", "left out"),
+    "a skeleton of CVAT": ("CVAT", "kind", "skeleton", "left out"),
+    "points of CVAT": ("CVAT", "kind", "points", "other"),
+    "a line of Supervisely": ("Supervisely", "geometryType", "line", "left out"),
+    "a graph of Supervisely": ("Supervisely", "geometryType", "graph", "left out"),
+    "a point of Supervisely": ("Supervisely", "geometryType", "point", "other"),
+    "key points of Label Studio": ("Label Studio", "type", "keypointlabels", "other"),
+    "an outline without a label": ("Label Studio", "type", "polygon", "left out"),
+    "two labels": ("Label Studio", "value.polygonlabels", ["car", "road"], "left out"),
+    "labels of any shape": ("Label Studio", "", lambda one: one | {"type": "labels", "value": {
+        **one["value"], "labels": ["car"]}}, "drawn"),
+    "an ellipse": ("Label Studio", "", lambda one: one | {"type": "ellipselabels", "value": {
+        "ellipselabels": ["car"], "x": 5, "y": 5, "radiusX": 2, "radiusY": 3}}, "left out"),
+    "a rotated box": ("Label Studio box", "value.rotation", 5, "left out"),
+    "a rotated image": ("Label Studio", "image_rotation", 90, "left out"),
+    "a region of another size": ("Label Studio", "original_height", HEIGHT + 1, "left out"),
+    "a box from the right": ("labelme box", "points", lambda ends: ends[::-1], "drawn"),
+    "four corners of a box": ("Supervisely box", "points.exterior", [[8, 6], [12, 6], [12, 10], [8, 10]], "left out"),
+    "a flat outline": ("labelme", "points", lambda corners: [*chain(*corners)], "drawn"),
+    "corners with a third number": ("Supervisely", "points.exterior", lambda all: [[*one, 7] for one in all], "drawn"),
+    "pairs in COCO": ("COCO", "segmentation.0", lambda flat: [flat[i : i + 2] for i in range(0, 8, 2)], "drawn"),
+    "numbers as text": ("COCO", "segmentation.0", lambda flat: [str(side) for side in flat], "drawn"),
+    "a flat segmentation": ("COCO", "segmentation", lambda rings: rings[0], "left out"),
+    "an empty ring": ("COCO", "segmentation", [[]], "left out"),
+    "a corner that is far": ("labelme", "points.1.0", 2**29, "left out"),
+    "runs of no pixel": ("COCO runs", "segmentation.counts", [HEIGHT * WIDTH], "left out"),
+    "runs of another size": ("COCO text", "segmentation.size", [WIDTH, HEIGHT], "left out"),
+    "runs that end early": ("COCO text", "segmentation.counts", lambda text: text[:-2], "left out"),
+    "runs of an unknown letter": ("COCO text", "segmentation.counts", lambda text: "~" + text, "left out"),
+    "negative sides": ("CVAT mask", "", lambda one: one | {"width": -5, "height": -5}, "left out"),
+    "a fraction of a pixel": ("Supervisely bitmap", "bitmap.origin", [8.5, 6], "left out"),
+    "a bitmap that is cut off": ("labelme mask", "mask", lambda text: text[:-24], "left out"),
+    "a box of four numbers": ("YOLO", "", lambda line: line[:5], "left out"),
+    "a box with its confidence": ("YOLO", "", lambda line: line[:6], "left out"),
+    "a class with a fraction": ("YOLO", "0", 1.5, "left out"),
+    "runs that overlap": ("table", "2", lambda text: f"{text} {text}", "drawn"),
+    "a run that begins at 0": ("table", "2", "7 2 0 3", "left out"),
+    # fields of an image
+    "an id as text": ("COCO", "//images.1.id", "13", "drawn"),
+    "an id with a fraction of 0": ("COCO", "image_id", 13.0, "drawn"),
+    "an id with a fraction": ("COCO", "image_id", 13.5, "refused"),
+    "an id of another image": ("COCO", "//images.1.id", 10, "refused"),
+    "sides as text": ("labelme", "/imageWidth", f" {WIDTH}.0", "drawn"),
+    "another ratio": ("CVAT", "//1.width", WIDTH + 9, "left out"),
+    "another image": ("labelme", "/imagePath", "other.jpg", "absent"),
+    "a path of Windows": ("labelme", "/imagePath", f"C:\\photos\\{CHANGED}.jpg", "drawn"),
+    "a size as a list": ("Supervisely", "/size", [HEIGHT, WIDTH], "refused"),
+    "a task without data": ("Label Studio", "/data", {"id": 7}, "refused"),
+    "an annotation without a result": ("Label Studio", "/annotations.1", {"was_cancelled": False}, "refused"),
+    "all annotations canceled": ("Label Studio", "/annotations.1.was_cancelled", True, "absent"),
+    "rows that say two sizes": ("table", "3", HEIGHT + 1, "refused"),
+    # categories and files
+    "a category twice": ("COCO", "//categories", lambda all: [*all, dict(all[0])], "drawn"),
+    "an id with two names": ("COCO", "//categories.1.id", 5, "refused"),
+    "a category that is a text": ("COCO", "//categories.1", "car", "refused"),
+    "categories by name": ("COCO", "//categories", {"road": 5, "car": 9, "sign": 13}, "refused"),
+    "a category with a fraction": ("COCO", "//categories.1.id", 9.5, "refused"),
+    "no categories": ("COCO", "//categories", [], "refused"),
+    "images by name": ("COCO", "//images", {"a": 1}, "refused"),
+    "an object that is a list": ("COCO", "//annotations.4", [4], "refused"),
+    "a task that is a number": ("Label Studio", "//1", 7, "refused"),
+    "shapes by name": ("labelme", "/shapes", {"car": []}, "refused"),
+    "a file without shapes": ("labelme", "/shapes", MISSING, "refused"),
+    "objects that are a text": ("Supervisely", "/objects", "car", "refused"),
+    "a row with a cell more": ("table", "", lambda row: [*row, "7"], "refused"),
+}  # fmt: skip
+"""Format, place, value and verdict."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case_of_a_field_has_its_verdict(case: str, tmp_path: Path) -> None:
+    name, place, value, verdict = CASES[case]
+    assert not problem_of(name, place, value, verdict, tmp_path)
+
+
+def saved_as(text: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(text)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "empty": saved_as(b""),
+    "of zeros": saved_as(bytes(99)),
+    "in Latin-1": saved_as(b'{"\xe4": 1'),
+    "nested": saved_as(b'{"a":' * 99_999),
+    "a number of 5000 digits": saved_as(b'{"a": ' + b"9" * 5000 + b"}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["COCO", "labelme", "Supervisely", "Label Studio", "CVAT", "table", "YOLO"])
+def test_damaged_file_is_refused_by_name(name: str, damage: str, tmp_path: Path) -> None:
+    """A line of YOLO may be complete without its end."""
+    format, root = FORMATS[name], images_in(tmp_path / "d")
+    format.write(root, entries())
+    DAMAGES[damage](root / format.file.format(CHANGED))
+    found, lines, masks = written(root, tmp_path / "out")
+    assert not PYTHONS_WORDS.search("\n".join(lines)), lines
+    if name == "YOLO" and damage == "empty":
+        assert (masks[CHANGED] == "background").all()
+    elif name == "YOLO":
+        assert (found, CHANGED in masks) == ("left out", False) or damage == "cut off"
+    else:
+        assert found == "refused"
+        assert format.file.format(CHANGED) in lines[0]
+
+
+def test_brush_strokes_lie_on_each_other_in_their_order(tmp_path: Path) -> None:
+    """Three strokes of three labels, of which each covers a part of the one before, in several encodings."""
+    rng = np.random.default_rng(3)
+    strokes = {label: plane(label) | (rng.random((HEIGHT, WIDTH)) < 0.2) for label in BOXES}
+    wanted = np.full((HEIGHT, WIDTH), "background", object)
+    for label, stroke in strokes.items():
+        wanted[stroke] = label
+    for number, (name, options) in enumerate(zip(NAMES, ENCODINGS, strict=True)):
+        tree = label_studio("brushlabels", lambda own, options=options: {"rle": brush(own.plane, **options)})
+        root = images_in(tmp_path / name)
+        save_json("tasks.json")(root, tree([Annotated(image, (HEIGHT, WIDTH), strokes) for image in NAMES]))
+        found, lines, masks = written(root, tmp_path / "out" / name)
+        assert (found, lines) == ("drawn", []), number
+        for mask in masks.values():
+            np.testing.assert_array_equal(mask, wanted)
+
+
+ENCODINGS: list[dict[str, Any]] = [{}, {"color": (200, 0, 7, 90)}, {"widths": (1, 2, 5, 7), "width": 11}]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda code: code[:-9], "is cut off: its .* bytes end before its last pixel"),
+        (lambda code: [*code, 0, 1], "continues after its last pixel"),
+        (lambda code: [*code[:3], code[3] - 4, *code[4:]], "has .* values, not 4 for each of 47 x 33 pixels"),
+        (lambda code: [*code[:9], 256, *code[10:]], "not a list of bytes"),
+        (lambda code: code[:6] + [255] * len(code), "continues after its last pixel"),
+        (lambda _: brush(plane("car"), color=(255, 255, 255, 0)), "has no pixel of the object"),
+    ],
+)
+def test_brush_stroke_that_is_damaged_is_left_out(change: Any, problem: str, tmp_path: Path) -> None:
+    root = images_in(tmp_path / "d")
+    tree = FORMATS["Label Studio brush"].tree(entries())
+    value = tree[1]["annotations"][1]["result"][1]["value"]
+    value["rle"] = change(value["rle"])
+    save_json("tasks.json")(root, tree)
+    found, lines, masks = written(root, tmp_path / "out")
+    assert (found, sorted(masks)) == ("left out", [NAMES[0], NAMES[2]])
+    assert re.search(rf"tasks\.json: image \S*{CHANGED}\.jpg: .*object 1: value\.rle .*{problem}", lines[0]), lines
+
+
+SIBLINGS = {
+    "annotations.xml": ('<annotations><track id="0" label="car"/></annotations>', "CVAT for images 1.1"),
+    "voc/0003.xml": (
+        "<annotation><object><bndbox><xmin>4</xmin></bndbox></object></annotation>",
+        "Pascal VOC",
+    ),
+    "0003.txt": ("0 0.5 0.5 0.25 0.25\n1 0.25 0.5 0.25 0.25\n", "boxes of YOLO have no outlines"),
+    "panoptic.json": ('{"annotations": [{"segments_info": []}]}', "panopticapi"),
+    "boxes.json": (
+        '{"images": [], "annotations": [{"bbox": [1, 2, 3, 4]}], "categories": []}',
+        "boxes and keypoints",
+    ),
+    "default.json": ('{"dm_format_version": "1.0", "items": []}', "datum convert"),
+    "via.json": ('{"0003.jpg1": {"regions": [{"shape_attributes": {}}]}}', "export it as COCO"),
+    "min.json": ('[{"image": "0003.jpg", "label": [{"polygonlabels": ["car"]}]}]', "JSON-MIN"),
+    "task-3-annotation-7-by-1-tag-car-0.png": (None, "export JSON"),
+}
+
+
+@pytest.mark.parametrize("file", SIBLINGS)
+def test_annotations_that_are_not_read_are_named(file: str, tmp_path: Path) -> None:
+    images_in(tmp_path)
+    content, words = SIBLINGS[file]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    if content is None:
+        Image.new("L", (WIDTH, HEIGHT), 255).save(tmp_path / file)
+    else:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(DataError, match=words) as caught:
+        find_candidates(survey_tree(tmp_path))
+    assert file in str(caught.value)

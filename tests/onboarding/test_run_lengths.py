@@ -52,15 +52,6 @@ def test_decoded_runs_are_the_plane_that_a_loop_encoded(
     assert (decode_starts(runs_of(plane, order, first), height, width, first, order) == plane).all()
 
 
-@pytest.mark.parametrize(
-    ("runs", "problem"),
-    [("1 2 3", "3 numbers"), ("12 2", "12 2 leaves the image of 4 x 3"), ("0 1", "0 1 leaves"), ("a 1", "invalid")],
-)
-def test_runs_that_do_not_fit_are_refused(runs: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        decode_starts(runs, 3, 4)
-
-
 def test_severstal_rows_are_classes_and_no_row_is_background(tmp_path: Path) -> None:
     root, wanted, rows = tmp_path / "d", {}, []
     for number, name in enumerate(NAMES):

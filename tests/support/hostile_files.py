@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import struct
 import tarfile
 import zipfile
@@ -122,3 +123,11 @@ def _tar(files: dict[str, bytes]) -> bytes:
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
+
+
+PYTHONS_WORDS = re.compile(
+    r"NoneType|subscriptable|out of range|could not convert|invalid literal|unsupported|expected|iterable|no attribute"
+    r"|unhashable|object is not|argument|Traceback|Error\b|unpack|must be|inhomogeneous|too large to|Errno"
+    r"|'(int|str|list|dict|float)'|codec|padding|\bNone\b|\bTrue\b|\bFalse\b|mmap|<class|float\(|int\(|cannot cast"
+)
+"""What a message to a user never says."""
