@@ -17,9 +17,7 @@ from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import survey_tree
 from tests.support.drawn_annotations import (
-    HEIGHT,
     NAMES,
-    WIDTH,
     coco,
     cvat,
     expected,
@@ -40,20 +38,6 @@ def written(tmp_path: Path, name: str) -> np.ndarray:
 
 def as_polygons(ring: list[tuple[int, int]]) -> Any:
     return [flat(sides(ring))]
-
-
-def as_runs(ring: list[tuple[int, int]]) -> dict[str, Any]:
-    """Run lengths down the columns of a box, worked by hand."""
-    (x0, y0), (x1, y1) = ring[0], ring[2]
-    height = y1 + 1 - y0
-    counts = [x0 * HEIGHT + y0, *[height, HEIGHT - height] * (x1 + 1 - x0)]
-    return {"size": [HEIGHT, WIDTH], "counts": [*counts[:-1], HEIGHT * WIDTH - sum(counts[:-1])]}
-
-
-def as_compressed(ring: list[tuple[int, int]]) -> dict[str, Any]:
-    masks = pytest.importorskip("pycocotools.mask")
-    encoded = masks.frPyObjects(as_runs(ring), HEIGHT, WIDTH)
-    return {"size": [HEIGHT, WIDTH], "counts": encoded["counts"].decode()}
 
 
 def with_ignored() -> np.ndarray:
@@ -84,17 +68,15 @@ def with_hole() -> np.ndarray:
             "images",
             "road car",
             expected(),
-            "6 of 6 entries of COCO name",
+            "set data.multilabel: files",
         ),
-        (lambda root: coco(root, as_runs), "images", "road car", expected(), "set data.multilabel: files"),
-        (lambda root: coco(root, as_compressed), "images", "road car", expected(), ""),
         (yolo, "images/{split}", "road car", expected(), "4 training images (train), 2 validation images (val)"),
         (labelme, ".", "car road", with_ignored(), "6 of 6 files of labelme name"),
         (label_studio, "images", "car road", expected(2, 1), ""),
         (cvat, "images", "car road", with_piece(), ""),
         (supervisely, "ds0/img", "car road", with_hole(), ""),
     ],
-    ids=["COCO", "COCO, runs", "COCO, compressed", "YOLO", "labelme", "Label Studio", "CVAT", "Supervisely"],
+    ids=["COCO", "YOLO", "labelme", "Label Studio", "CVAT", "Supervisely"],
 )
 def test_annotated_objects_become_masks(
     draw: Any, folder: str, names: str, wanted: np.ndarray, said: str, tmp_path: Path

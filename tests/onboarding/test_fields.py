@@ -191,11 +191,11 @@ CELLS = [
 ]
 
 
-def images_in(root: Path) -> Path:
+def images_in(root: Path, size: tuple[int, int] = (HEIGHT, WIDTH)) -> Path:
     """Returns a new folder with the images."""
     root.mkdir(parents=True, exist_ok=True)
     for image in NAMES:
-        Image.new("RGB", (WIDTH, HEIGHT)).save(root / f"{image}.jpg")
+        Image.new("RGB", size[::-1]).save(root / f"{image}.jpg")
     return root
 
 
@@ -335,6 +335,21 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
 def test_case_of_a_field_has_its_verdict(case: str, tmp_path: Path) -> None:
     name, place, value, verdict = CASES[case]
     assert not problem_of(name, place, value, verdict, tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.02])
+def test_text_that_pycocotools_writes_is_its_plane(share: float, tmp_path: Path) -> None:
+    """Planes of noise, whose runs are short or long, at three sizes."""
+    masks = pytest.importorskip("pycocotools.mask")
+    for number, size in enumerate([(7, 5), (HEIGHT, WIDTH), (301, 97)]):
+        wanted = np.random.default_rng(number).random(size) < share
+        wanted[3, 2] = True
+        tree = FORMATS["COCO text"].tree([Annotated(name, size, {"car": wanted}) for name in NAMES])
+        for one in tree["annotations"]:
+            one["segmentation"]["counts"] = masks.encode(np.asfortranarray(wanted.astype(np.uint8)))["counts"].decode()
+        save_json("instances.json")(root := images_in(tmp_path / f"{number}", size), tree)
+        for mask in written(root, tmp_path / f"out{number}")[2].values():
+            np.testing.assert_array_equal(mask == "car", wanted)
 
 
 def saved_as(text: bytes) -> Callable[[Path], object]:
