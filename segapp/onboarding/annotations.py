@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import open_bytes, read_bytes, shown
-from segapp.datasets.images.reading import check_complete, decode
+from segapp.datasets.images.reading import decode
 from segapp.datasets.orientation import Size
 from segapp.errors import DataError
 from segapp.onboarding.class_files import find_class_files
@@ -396,7 +396,7 @@ def _bitmap(said: Field, canvas: DrawnMask, *, is_packed: bool = False) -> NDArr
     if not png.startswith(b"\x89PNG"):
         raise said.error("a compressed PNG in base64" if is_packed else "a PNG in base64")
     try:
-        check_complete(png, open_bytes(png, Path(said.name), canvas.num_px), Path(said.name))
+        open_bytes(png, Path(said.name), canvas.num_px)
     except DataError as error:
         raise ValueError(str(error)) from error
     pixels = decode(png, cv2.IMREAD_UNCHANGED)

@@ -290,6 +290,8 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "runs of no pixel": ("COCO runs", "segmentation.counts", [HEIGHT * WIDTH], "left out"),
     "runs of another size": ("COCO text", "segmentation.size", [WIDTH, HEIGHT], "left out"),
     "runs that end early": ("COCO text", "segmentation.counts", lambda text: text[:-2], "left out"),
+    "a number of too many letters": ("COCO text", "segmentation.counts", lambda text: (
+        f"{text[0]}{chr(ord(text[1]) + 32)}{'P' * 11}1{text[2:]}"), "left out"),
     "runs of an unknown letter": ("COCO text", "segmentation.counts", lambda text: "~" + text, "left out"),
     "negative sides": ("CVAT mask", "", lambda one: one | {"width": -5, "height": -5}, "left out"),
     "a fraction of a pixel": ("Supervisely bitmap", "bitmap.origin", [8.5, 6], "left out"),
