@@ -19,7 +19,7 @@ from segapp.assembly.pairs import build_pixels, build_scheme, count_images, px_b
 from segapp.checkpoint.training_state import on_main
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.resources import available_bytes, total_bytes
-from segapp.errors import ConfigError, OutOfMemoryError, SegappError
+from segapp.errors import ConfigError, SegappError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import SimulationJob
@@ -113,17 +113,12 @@ def _load_or_make_plan(
 def check_host_memory(config: RunConfig, num_images: int, eval_px: int, ranks: Ranks) -> str | None:
     """Return an alert if a step on the CPU may exceed the free memory of a machine; refuse one that exceeds all of it.
 
-    A step is simulated, which takes seconds, only if a bound of its memory does not fit. It is simulated on one device,
-    because several on one machine need no less. An evaluation and a cache have limits of their own.
-
-    Args:
-        config: The config, with a number as batch.
-        num_images: Images of a micro-batch, over all ranks.
-        eval_px: Pixels of the largest image of an evaluation, which data workers load ahead.
-        ranks: The ranks; all must call.
+    A step of `num_images` over all ranks is simulated, which takes seconds, only if a bound of its memory does not fit.
+    It is simulated on one device, because several on one machine need no less. Data workers load images of `eval_px`
+    pixels ahead. An evaluation and a cache have limits of their own.
 
     Raises:
-        OutOfMemoryError: it does not fit, even if the plan is too high by its largest error.
+        ConfigError: it does not fit, even if the plan is too high by its largest error.
     """
     machines = ranks.gather((machine_id(), total_bytes(), available_bytes()))
     num_ranks = Counter(machine for machine, *_ in machines)
@@ -158,7 +153,7 @@ def check_host_memory(config: RunConfig, num_images: int, eval_px: int, ranks: R
         + (f", or set train.batch_size to {fewer} or less" if 0 < fewer < num_images else "")
     )
     if is_refused:
-        raise OutOfMemoryError(said)
+        raise ConfigError(said, key="data.crop_px").see("out-of-memory")
     return f"{said}, or end other programs; if memory is full, the system ends the training without a message"
 
 

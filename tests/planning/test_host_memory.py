@@ -12,7 +12,7 @@ import torch
 from segapp.config import load_config
 from segapp.datasets import resources
 from segapp.datasets.layouts.formats import DATASETS
-from segapp.errors import OutOfMemoryError, RunError, SegappError
+from segapp.errors import ConfigError, RunError
 from segapp.memory.peaks import PhasePeak, SimulationJob, SimulationResult
 from segapp.models import build_model
 from segapp.parallel.distributed import Ranks
@@ -86,7 +86,7 @@ def test_memory_of_a_step_is_compared_with_each_machine(tiny, asked, num_images,
         return check_host_memory(config, num_images, MIB, OneOf(machines))
 
     if is_refused:
-        with pytest.raises(OutOfMemoryError) as caught:
+        with pytest.raises(ConfigError) as caught:
             said()
         assert words in str(caught.value)
         assert "or end other programs" not in str(caught.value)
@@ -106,7 +106,7 @@ def test_a_small_step_is_not_simulated(tiny, asked, free_mib, is_simulated):
 
 def test_evaluated_batches_are_named_if_they_need_more(tiny, asked):
     config = merged(tiny, data={"crop_px": [520, 516], "workers": 3}, eval={"batch_size": 11})
-    with pytest.raises(OutOfMemoryError, match=r"loaded ahead 6,1\d\d MiB; .*: lower eval.batch_size or data.workers$"):
+    with pytest.raises(ConfigError, match=r"loaded ahead 6,1\d\d MiB; .*: lower eval.batch_size or data.workers$"):
         check_host_memory(config, 5, 20 * MIB, OneOf(ONE))
 
 
@@ -137,9 +137,9 @@ def test_a_run_in_a_small_container_ends_before_its_first_step(tiny, tmp_path, m
     """The prediction is a real one: 31 MiB for 3 crops of 48 x 64 px."""
     config = merged(tiny, data={"crop_px": [48, 64]}, train={"batch_size": 3, "steps": 1, "epochs": 1})
     limited(tmp_path / "small", 20, 1, monkeypatch)
-    with pytest.raises(SegappError, match=r"a step of 3 crops of 48 x 64 px .* of 20 MiB of memory, 19 MiB") as caught:
+    with pytest.raises(ConfigError, match=r"a step of 3 crops of 48 x 64 px .* of 20 MiB of memory, 19 MiB") as caught:
         train(config, tmp_path / "run")
-    assert caught.value.exit_code == 6
+    assert caught.value.topic == "out-of-memory"
     assert not (tmp_path / "run").exists()
     limited(tmp_path / "full", 4000, 3990, monkeypatch)
     assert train(config, tmp_path / "run") == 0
