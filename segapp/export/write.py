@@ -378,18 +378,23 @@ def _trace(network: ExportNetwork, info: ExportInfo) -> torch.export.ExportedPro
         program = torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
     _divide_in_integers(program.graph)
     if info.batch_size is not None:
-        _avoid_faults_of_opencv(program.graph)
+        _avoid_faults_of_opencv(program)
     return program
 
 
-def _avoid_faults_of_opencv(graph: torch.fx.Graph) -> None:
+def _avoid_faults_of_opencv(program: torch.export.ExportedProgram) -> None:
     """Write operators on fixed sizes so that OpenCV's DNN module, version 5.0, computes them as torch does.
 
     It interpolates beyond the end of a map with one row or column, such as an average over the image, and returns other
     numbers in each run: the row is copied first. It takes a product with a hard sigmoid for a hard swish, although the
     factors differ. An interpolation that keeps the size is left out.
     """
-    aten = torch.ops.aten
+    aten, graph = torch.ops.aten, program.graph
+
+    def replace(node: torch.fx.Node, other: Any) -> None:
+        node.replace_all_uses_with(other)
+        program.graph_signature.replace_all_uses(node.name, other.name)  # if it is the output
+
     for node in graph.find_nodes(op="call_function", target=aten.upsample_bilinear2d.vec):
         source, _, align_corners, *_ = node.args
         sides, wanted = (list(each.meta["val"].shape[-2:]) for each in (source, node))
@@ -399,11 +404,11 @@ def _avoid_faults_of_opencv(graph: torch.fx.Graph) -> None:
                 source = _inserted(graph, aten.expand.default, source, [-1, -1, *copied])
             if copied != wanted:
                 source = _inserted(graph, aten.upsample_bilinear2d.vec, source, wanted, align_corners, None)
-        node.replace_all_uses_with(source)
+        replace(node, source)
     for node in graph.find_nodes(op="call_function", target=aten.hardsigmoid.default):
         with graph.inserting_before(node):
             line = _inserted(graph, aten.add.Tensor, _inserted(graph, aten.mul.Tensor, node.args[0], 1 / 6), 0.5)
-            node.replace_all_uses_with(_inserted(graph, aten.clamp.default, line, 0, 1))
+            replace(node, _inserted(graph, aten.clamp.default, line, 0, 1))
     graph.eliminate_dead_code()
 
 

@@ -164,6 +164,26 @@ def test_file_of_one_size_agrees_in_onnxruntime_and_opencv(size, opset, tmp_path
         np.testing.assert_allclose(run_opencv(path, images, engine), expected, atol=1e-4)
 
 
+class SameSize(FaultyInOpenCV):
+    """The same network with logits of the size of the image, so that nothing is left of the last enlargement."""
+
+    def compute_logits(self, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (logits,) = super().compute_logits(images_NCHW)
+        return (F.interpolate(logits, images_NCHW.shape[-2:], mode="nearest"),)
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("network_class", [FaultyInOpenCV, SameSize])
+def test_last_enlargement_of_one_size_is_the_output(network_class, format, tmp_path):
+    model, path = network_class().eval(), tmp_path / f"x.{format}"
+    info = info_of(model, fixed_size_px=(44, 68), batch_size=1)
+    write_export(model, info, path, format)
+    images = np.random.default_rng(0).integers(0, 256, (1, 44, 68, 3), dtype=np.uint8)
+    expected = ExportNetwork(model, Preprocessing(info.pixels))(torch.from_numpy(images)).numpy()
+    outputs = (open_onnx(path) if format == "onnx" else run_pt2(path)[0])(images)
+    np.testing.assert_allclose(outputs, expected, atol=1e-5)
+
+
 def run_pt2(path: Path) -> tuple[Callable[[np.ndarray], np.ndarray], dict[str, str]]:
     """Return the network in a pt2 file, loaded as the page `export` says, and its metadata."""
     extra_files = {"segapp.json": ""}
