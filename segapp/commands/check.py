@@ -248,7 +248,7 @@ def advice(config: RunConfig, scheme: ClassScheme, report: SplitReport) -> list[
     """Return the advice of the manual for these images and masks; none of it is a problem of the data."""
     lines, model, foreground = list[str](), config.model, scheme.foreground
     is_random = model.weights is None and model.weights_backbone is None and not is_component(model.name)
-    if is_random and report.num_pairs < FEW_IMAGES:
+    if is_random and 0 < report.num_pairs < FEW_IMAGES:
         lines.append(f"{report.num_pairs} images, and a model with random weights: set model.weights_backbone")
     counts, total = report.targets.frequencies.pixels, sum(report.targets.frequencies.pixels)
     rare = [name for name, count in zip(scheme.names, counts, strict=True) if 0 < count < IGNORABLE_FRAC * total]

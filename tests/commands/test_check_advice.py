@@ -70,6 +70,7 @@ def test_advice_for_masks(tmp_path, capsys, shares, keys, words):
 @pytest.mark.parametrize(
     ("num", "model", "is_told"),
     [
+        (0, {}, False),
         (3, {}, True),
         (4, {}, False),
         (3, {"weights_backbone": "DEFAULT"}, False),
