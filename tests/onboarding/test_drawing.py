@@ -101,10 +101,7 @@ def test_pieces_of_another_size_are_read_at_centers_of_pixels() -> None:
 @pytest.mark.parametrize(("sign", "reach"), [(1, 1.7), (-1, 1.4)])
 def test_reach_is_that_of_outlines_and_pieces_on_all_sides(sign: int, reach: float) -> None:
     """The piece ends 14 columns behind 20, or 8 before 0; the outline 4 rows behind 10, or before 0."""
-    piece, outline = (
-        DrawnMask(np.zeros((10, 20), np.uint8), (10, 20)),
-        DrawnMask(np.zeros((10, 20), np.uint8), (10, 20)),
-    )
+    piece, outline = (canvas_on(np.zeros((10, 20), np.uint8)) for _ in range(2))
     piece.paste(np.ones((2, 4), bool), 30 if sign > 0 else -8, 3, 1)
     fill_area(outline, [np.array([(5, 5), (9, 14.0 if sign > 0 else -4.0), (12, 6)])], 1)
     assert (piece.reach, outline.reach) == pytest.approx((reach, 1.4))

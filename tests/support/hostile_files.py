@@ -128,6 +128,7 @@ def _tar(files: dict[str, bytes]) -> bytes:
 PYTHONS_WORDS = re.compile(
     r"NoneType|subscriptable|out of range|could not convert|invalid literal|unsupported|expected|iterable|no attribute"
     r"|unhashable|object is not|argument|Traceback|Error\b|unpack|must be|inhomogeneous|too large to|Errno"
-    r"|'(int|str|list|dict|float)'|codec|padding|\bNone\b|\bTrue\b|\bFalse\b|mmap|unknown dimension|reshape|broadcast|<class|float\(|int\(|cannot cast"
+    r"|'(int|str|list|dict|float)'|codec|padding|\bNone\b|\bTrue\b|\bFalse\b|mmap|<class|float\(|int\(|cannot cast"
+    r"|unknown dimension|reshape|broadcast"
 )
 """What a message to a user never says."""
