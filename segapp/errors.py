@@ -196,7 +196,7 @@ class StorageError(RunError):
     """The run folder or an output file cannot be written, or a run folder is refused."""
 
     exit_code = 10
-    topic = "disk-full"
+    topic: str | None = "disk-full"
 
 
 def cannot_be_written(
