@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -225,7 +226,8 @@ class GeoTiffWriter:
     ) -> None:
         import rasterio
 
-        self._row, self._width = 0, size[1]
+        self._path, self._row, self._width = path, 0, size[1]
+        self._written: list[tuple[Any, int]] = []  # windows, each with the checksum of its pixels
         color = {"photometric": "rgb"} if channels == 3 else {}
         profile = _profile(size, np.dtype(dtype), channels, georeference)
         with _storage_errors():
@@ -238,20 +240,31 @@ class GeoTiffWriter:
         planes = rows[None] if rows.ndim == 2 else np.moveaxis(rows, -1, 0)
         window = ((self._row, self._row + len(rows)), (0, self._width))
         self._row += len(rows)
+        planes = np.ascontiguousarray(planes)
+        self._written.append((window, zlib.crc32(planes)))
         with _storage_errors():
-            self._file.write(np.ascontiguousarray(planes), window=window)
+            self._file.write(planes, window=window)
 
     def finish(self) -> None:
+        """Close the file, and read it back: GDAL reports no error of the blocks and tags that it writes last."""
         with _storage_errors():
             self._file.close()
+            with opened(self._path) as file:
+                if any(zlib.crc32(file.read(window=window)) != checksum for window, checksum in self._written):
+                    raise OSError(NOT_WHOLE)
+
+
+NOT_WHOLE = "the file on the disk differs from what was written"
 
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
+    import rasterio
     from rasterio.errors import RasterioError
 
+    logging.getLogger("rasterio").setLevel(logging.CRITICAL)
     try:
-        with _without_warnings():
+        with _without_warnings(), rasterio.Env():  # otherwise GDAL prints its errors
             yield
-    except RasterioError as error:
-        raise OSError(str(error)) from error
+    except (RasterioError, DataError) as error:
+        raise OSError(NOT_WHOLE) from error

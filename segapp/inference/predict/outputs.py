@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, in_all_bands
-from segapp.datasets.images.raster import GeoTiffWriter
+from segapp.datasets.images.raster import NOT_WHOLE, GeoTiffWriter
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, accepted_words, cannot_be_written
 from segapp.inference.drawing import blend, colorize
-from segapp.inference.predict.polygons import CocoFile, PolygonPlan, write_vectors
+from segapp.inference.predict.polygons import CocoFile, PolygonPlan, encode_vectors
 from segapp.inference.predict.predictor import Strip
 from segapp.inference.predict.reading import SAVED, Picture, Saved
 from segapp.run.files import open_new, remove_quietly, temporary_name
@@ -119,14 +119,15 @@ class ImageOutputs:
             self._rows.append(labels_of_data(strip, self._plan.scheme))
 
     def __exit__(self, error: object, *_: object) -> None:
-        for writer in self._writers:
-            writer.close(keep=error is None)
+        with ExitStack() as closing:  # all of them, also if one fails
+            for writer in self._writers:
+                closing.callback(writer.close, keep=error is None)
         if self._coco is not None and error is None:
             self._coco.add(self._picture, np.concatenate(self._rows))
 
 
 class _Writer:
-    """Output file under a temporary name."""
+    """Output file under a temporary name; it is compared with what was written before it gets its own."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,7 +137,7 @@ class _Writer:
             self.file: IO[bytes] = open(open_new(self._temporary), "wb")  # noqa: SIM115
             try:
                 self.begin()
-            except OSError:
+            except BaseException:
                 self.close(keep=False)
                 raise
 
@@ -149,10 +150,14 @@ class _Writer:
             if keep:
                 with self._reported():
                     self.finish()
+                    num_bytes = self.file.tell()  # 0 if a library has written the file, which `finish` compares
                     self.file.close()
+                    if num_bytes and self._temporary.stat().st_size != num_bytes:
+                        raise OSError(NOT_WHOLE)
                     os.replace(self._temporary, self.path)
         finally:
-            self.file.close()
+            with suppress(OSError):  # of bytes that did not fit on the disk
+                self.file.close()
             remove_quietly(self._temporary)
 
     @contextmanager
@@ -169,6 +174,7 @@ class _Writer:
         raise NotImplementedError
 
     def finish(self) -> None:
+        """Write the end of the file; OSError if what a library wrote differs from what it was given."""
         raise NotImplementedError
 
 
@@ -246,6 +252,12 @@ class _Probabilities(_Writer):
         self._entry.close()
         self._archive.close()
 
+    def close(self, *, keep: bool) -> None:
+        try:
+            super().close(keep=keep)
+        finally:
+            self._archive.fp = None  # otherwise it would write its end when it is collected
+
 
 class _Vectors(_Writer):
     """GeoJSON or GeoPackage of an image's polygons, written when all rows are there."""
@@ -259,7 +271,7 @@ class _Vectors(_Writer):
         self._rows.append(labels_of_data(strip, self._scheme))
 
     def finish(self) -> None:
-        write_vectors(self._temporary, np.concatenate(self._rows), self._picture, self._scheme, self._plan)
+        self.file.write(encode_vectors(np.concatenate(self._rows), self._picture, self._scheme, self._plan))
 
 
 def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:

@@ -10,6 +10,7 @@ Shapes: H x W pixels of an image, V vertices of a ring, P polygons.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, outlines
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import ConfigError, StorageError, accepted_words, storage_errors
+from segapp.errors import ConfigError, accepted_words, storage_errors
 from segapp.inference.predict.reading import InputFile, Picture
 from segapp.run.files import write_atomic
 from segapp.scores import is_background
@@ -82,16 +83,13 @@ def _label_maps(labels_HW: NDArray[Any], scheme: ClassScheme) -> Iterator[tuple[
         yield from (((labels_HW >> number & 1).astype(np.uint8), {1: number}) for number in wanted)
 
 
-def write_vectors(
-    path: Path, labels_HW: NDArray[Any], picture: Picture, scheme: ClassScheme, plan: PolygonPlan
-) -> None:
-    """Write the polygons of an image as GeoJSON or as the layer `polygons` of a GeoPackage.
+def encode_vectors(labels_HW: NDArray[Any], picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> bytes:
+    """Return the polygons of an image as GeoJSON or as a GeoPackage with the layer `polygons`.
 
     Outlines are counterclockwise if y points up.
 
     Raises:
         ConfigError: GeoJSON cannot name the coordinate system of the image.
-        StorageError: the file cannot be written.
     """
     import pyogrio
     import shapely
@@ -107,20 +105,19 @@ def write_vectors(
     # A millionth of a pixel, so that coordinates have no digits from rounding errors
     digits = 6 - int(np.floor(np.log10(max(abs(side) for side in (a, b, d, e)))))
     on_map = shapely.transform(polygons, lambda xy: (xy @ np.array([[a, d], [b, e]]) + (c, f)).round(digits))
-    try:
-        pyogrio.raw.write(
-            path,
-            geometry=shapely.to_wkb(shapely.orient_polygons(on_map)),
-            field_data=[np.array(scheme.names, object)[ids], ids, areas_px],
-            fields=["class", "class_id", "area_px"],
-            layer="polygons",
-            driver="GeoJSON" if plan.format == "geojson" else "GPKG",
-            crs=place.crs or _PIXEL_CRS,
-            geometry_type="Polygon",
-            layer_options={"COORDINATE_PRECISION": max(digits, 0)} if plan.format == "geojson" else None,
-        )
-    except pyogrio.errors.DataSourceError as error:
-        raise StorageError(f"{path.parent}: {error}: free space or choose another --out", path=path) from None
+    file = io.BytesIO()  # GDAL reports no error of what it writes last to a disk
+    pyogrio.raw.write(
+        file,
+        geometry=shapely.to_wkb(shapely.orient_polygons(on_map)),
+        field_data=[np.array(scheme.names, object)[ids], ids, areas_px],
+        fields=["class", "class_id", "area_px"],
+        layer="polygons",
+        driver="GeoJSON" if plan.format == "geojson" else "GPKG",
+        crs=place.crs or _PIXEL_CRS,
+        geometry_type="Polygon",
+        layer_options={"COORDINATE_PRECISION": max(digits, 0)} if plan.format == "geojson" else None,
+    )
+    return file.getvalue()
 
 
 def _simple_regions(values_HW: NDArray[Any], classes: Mapping[int, int], plan: PolygonPlan) -> tuple[NDArray[Any], ...]:

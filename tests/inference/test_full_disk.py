@@ -1,0 +1,111 @@
+"""Files of predictions and exports on a disk of k blocks: each is whole, or it is not there and the error names it."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from segapp.datasets.images.pixel_format import RGB8
+from segapp.datasets.images.tiff_tags import has_rasterio
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.errors import StorageError
+from segapp.inference.predict.outputs import OutputPlan
+from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.polygons import PolygonFormat, PolygonPlan
+from segapp.inference.predict.reading import SAVED, Saved, find_images
+from segapp.inference.workspace import Workspace
+
+BLOCK_BYTES = 4096
+SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
+SIZE_PX = {"raster": (187, 311), "polygons": (61, 97)}
+
+
+class Noisy:
+    """A predictor of noise, which hardly compresses and has many outlines."""
+
+    def __init__(self, scheme: ClassScheme) -> None:
+        self.scheme, self.device, self.pixels, self.threshold = scheme, torch.device("cpu"), RGB8, None
+        self.needs_whole, self.align_corners, self.capacity_px = False, False, 10**9
+
+    def probabilities(self, images: NDArray[Any]) -> NDArray[np.float32]:
+        rng = np.random.default_rng(images.shape[1])
+        return rng.dirichlet([1.0, 1.0, 1.0], images.shape[:3]).transpose(0, 3, 1, 2).astype(np.float32)
+
+    def labels(self, images: NDArray[Any]) -> NDArray[Any]:
+        found = self.probabilities(images).argmax(1)
+        return (found if self.scheme.multilabel is None else found + 1).astype(np.uint8)
+
+
+@contextlib.contextmanager
+def disk_of(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process get larger, as on a disk that is full then."""
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+
+
+def write_image(path: Path, size_px: tuple[int, int]) -> Path:
+    pixels = np.random.default_rng(1).integers(0, 256, (*size_px, 3), np.uint8)
+    if path.suffix == ".png":
+        cv2.imwrite(str(path), pixels)
+        return path
+    import rasterio
+    from rasterio.transform import from_origin
+
+    profile = {"driver": "GTiff", "count": 3, "dtype": "uint8", "crs": "EPSG:32632"}
+    place = from_origin(500_000, 5_000_000, 0.5, 0.5)
+    with rasterio.open(path, "w", height=size_px[0], width=size_px[1], transform=place, **profile) as file:
+        file.write(np.moveaxis(pixels, -1, 0))
+    return path
+
+
+KINDS = [*SAVED, "masks of classes", "geojson", "gpkg", "coco"]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prediction_is_whole_or_not_there(
+    kind: str, suffix: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if not has_rasterio() and (suffix == ".tif" or kind in ("geojson", "gpkg")):
+        pytest.skip("rasterio is not installed")
+    scheme = replace(SCHEME, multilabel=("dark", "red", "bright")) if kind == "masks of classes" else SCHEME
+    polygons = PolygonPlan(cast(PolygonFormat, kind)) if kind in ("geojson", "gpkg", "coco") else None
+    size_px = SIZE_PX["raster" if polygons is None else "polygons"]
+    files, _ = find_images([write_image(tmp_path / f"scene{suffix}", size_px)])
+    kinds = () if polygons else ("labels",) if kind == "masks of classes" else (cast(Saved, kind),)
+
+    def written(out: Path) -> dict[str, bytes]:
+        plan = OutputPlan(out, scheme, kinds, polygons=polygons)
+        predict_files(cast(Any, Noisy(scheme)), files, plan, workspace=Workspace(30_000))
+        return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    whole = written(tmp_path / "whole")
+    needed = max(map(len, whole.values()))
+    last = (needed - 1) // BLOCK_BYTES
+    for k in sorted({*range(1, min(last, 12)), last, (needed - 1) / BLOCK_BYTES}):  # the last one lacks one byte
+        out = tmp_path / f"{k} blocks"
+        with pytest.raises(StorageError) as error, disk_of(int(k * BLOCK_BYTES)):
+            written(out)
+        named = {str(out / name) for name, content in whole.items() if len(content) > k * BLOCK_BYTES}
+        assert any(name in str(error.value) for name in named), (k, str(error.value))
+        left = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+        assert left <= {name for name, content in whole.items() if len(content) <= k * BLOCK_BYTES}, k
+    said = capfd.readouterr()
+    assert "ERROR" not in said.out + said.err, "printed by GDAL"
+    with disk_of(needed + (BLOCK_BYTES if kind == "gpkg" else 0)):
+        assert written(tmp_path / "enough").keys() == whole.keys()
