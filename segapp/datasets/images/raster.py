@@ -181,9 +181,15 @@ def read_georeference(path: Path) -> Georeference | None:
         return Georeference(None if source.crs is None else source.crs.to_wkt(), tuple(source.transform)[:6])
 
 
+def has_control_points(path: Path) -> bool:
+    """Return True if a TIFF says by control points where some of its pixels lie."""
+    with opened(path) as source:
+        return bool(source.gcps[0])
+
+
 def check_same_place(pair: ImagePair) -> None:
     """Raise DataError if image and mask are GeoTIFFs of other coordinates; half a pixel is a matter of convention."""
-    image, mask = (_place(path) for path in (pair.image, pair.mask or pair.image))
+    image, mask = (known_place(path) for path in (pair.image, pair.mask or pair.image))
     if image is None or mask is None:
         return
     names = [None if place.crs is None else crs_name(place.crs) for place in (image, mask)]
@@ -198,7 +204,7 @@ def check_same_place(pair: ImagePair) -> None:
         )
 
 
-def _place(path: Path) -> Georeference | None:
+def known_place(path: Path) -> Georeference | None:
     """Return the georeference of a file; None if it has none, or none that can be read."""
     try:
         return read_georeference(path) if path.suffix.lower() in TIFF_SUFFIXES and has_rasterio() else None
@@ -241,7 +247,7 @@ class GeoTiffWriter:
         window = ((self._row, self._row + len(rows)), (0, self._width))
         self._row += len(rows)
         planes = np.ascontiguousarray(planes)
-        self._written.append((window, zlib.crc32(planes)))
+        self._written.append((window, _checksum(planes)))
         with _storage_errors():
             self._file.write(planes, window=window)
 
@@ -250,8 +256,12 @@ class GeoTiffWriter:
         with _storage_errors():
             self._file.close()
             with opened(self._path) as file:
-                if any(zlib.crc32(file.read(window=window)) != checksum for window, checksum in self._written):
+                if any(_checksum(file.read(window=window)) != checksum for window, checksum in self._written):
                     raise OSError(NOT_WHOLE)
+
+
+def _checksum(planes: NDArray[Any]) -> int:
+    return zlib.crc32(planes.data)
 
 
 NOT_WHOLE = "the file on the disk differs from what was written"

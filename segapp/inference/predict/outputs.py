@@ -54,6 +54,15 @@ class OutputPlan:
         """True if an output cannot be made from only the class ids."""
         return not {"confidence", "probabilities"}.isdisjoint(self.kinds)
 
+    def notes(self, picture: Picture) -> list[str]:
+        """Return sentences about the results of an image, and what they do not tell."""
+        notes = [picture.unused_bands] if picture.unused_bands else []
+        if picture.has_control_points:
+            notes.append("control points are not copied to the results: gdalwarp makes an image with a transform")
+        if self.polygons is not None and self.polygons.format != "coco" and picture.georeference is None:
+            notes.append("without a georeference, polygons are in columns and rows of pixels")
+        return notes
+
 
 def confidence(strip: Strip) -> NDArray[np.float32]:
     """Return the probability of the most likely class, (R, W)."""

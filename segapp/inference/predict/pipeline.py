@@ -84,11 +84,13 @@ def predict_files(
     for pixels in dict.fromkeys(each.pixels for each in getattr(predictor, "members", [predictor])):
         job.tally.notes += [found.message for found in check_ranges("images", pairs, plan.scheme, pixels)]
     start = time.perf_counter()
+    if plan.polygons is not None:
+        plan.polygons.check_places(files)
     if plan.polygons is not None and plan.polygons.format == "coco":
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
     with _large_pictures_allowed():
         job.predict_images(files)
-    job.tally.notes += [f"{some_names(names)}: {unused}" for unused, names in job.unused_bands.items()]
+    job.tally.notes += [f"{some_names(names)}: {note}" for note, names in job.notes.items()]
     if shares := job.nodata_shares:
         share = fmean(shares.values())
         job.tally.notes.append(f"{some_names([*shares])}: {share:.1%} of the pixels are nodata, and so in the results")
@@ -111,7 +113,7 @@ class _Job:
     progress: Callable[[int], None]
     tally: Tally = field(default_factory=Tally)
     written: dict[str, list[Path]] = field(default_factory=dict)
-    unused_bands: dict[str, list[str]] = field(default_factory=dict)  # a sentence about them -> images
+    notes: dict[str, list[str]] = field(default_factory=dict)  # a sentence -> images
     nodata_shares: dict[str, float] = field(default_factory=dict)  # image -> share of its pixels, 0 to 1
     coco: CocoFile | None = None
     num_done: int = 0
@@ -145,8 +147,8 @@ class _Job:
                 self.tally.problems.append(found)
                 self.count(1)
             else:
-                if found.unused_bands:
-                    self.unused_bands.setdefault(found.unused_bands, []).append(found.file.name)
+                for note in self.plan.notes(found):
+                    self.notes.setdefault(note, []).append(found.file.name)
                 yield found
 
     def _batches(self, pictures: Iterable[Picture]) -> Iterator[list[Picture]]:

@@ -24,9 +24,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, outlines
+from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, known_place, outlines
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import ConfigError, accepted_words, storage_errors
+from segapp.errors import ConfigError, accepted_words, some_names, storage_errors
 from segapp.inference.predict.reading import InputFile, Picture
 from segapp.run.files import write_atomic
 from segapp.scores import is_background
@@ -47,6 +47,16 @@ class PolygonPlan:
     format: PolygonFormat
     min_area_px: int = 0  # smaller regions are left out, smaller holes are filled
     simplify_px: float = 0.0  # tolerance of simplified borders
+
+    def check_places(self, files: Sequence[InputFile]) -> None:
+        """Raise ConfigError if the format cannot name the coordinate systems of images."""
+        places = {file.name: known_place(file.path) for file in files if self.format == "geojson"}
+        unnamed = [name for name, place in places.items() if place and place.crs and crs_name(place.crs) is None]
+        if unnamed:
+            raise ConfigError(
+                f"{some_names(unnamed)}: the coordinate system has no EPSG code, which GeoJSON needs: "
+                "use --polygons gpkg"
+            )
 
 
 def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> PolygonPlan | None:
@@ -87,18 +97,11 @@ def encode_vectors(labels_HW: NDArray[Any], picture: Picture, scheme: ClassSchem
     """Return the polygons of an image as GeoJSON or as a GeoPackage with the layer `polygons`.
 
     Outlines are counterclockwise if y points up.
-
-    Raises:
-        ConfigError: GeoJSON cannot name the coordinate system of the image.
     """
     import pyogrio
     import shapely
 
     place = picture.georeference or Georeference(None, IDENTITY)
-    if plan.format == "geojson" and place.crs and crs_name(place.crs) is None:
-        raise ConfigError(
-            f"{picture.file.path}: its coordinate system has no EPSG code, which GeoJSON needs: use --polygons gpkg"
-        )
     found = [_simple_regions(values, classes, plan) for values, classes in _label_maps(labels_HW, scheme)]
     polygons, ids, areas_px = (np.concatenate(each) for each in zip(*found, strict=True))
     a, b, c, d, e, f = place.transform

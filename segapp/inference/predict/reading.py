@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from segapp.datasets.files import open_image, read_header, shown, tiff_tags
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
-from segapp.datasets.images.raster import IDENTITY, Georeference, read_georeference
+from segapp.datasets.images.raster import IDENTITY, Georeference, has_control_points, read_georeference
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.images.windows import load_image
 from segapp.datasets.walk import IMAGE_SUFFIXES, Folder, composed, is_below, left_out, on_disk, walk
@@ -146,6 +146,7 @@ class Picture:
     profile: bytes | None = None  # ICC profile
     georeference: Georeference | None = None  # of a GeoTIFF; the outputs are then GeoTIFFs too
     unused_bands: str = ""  # a sentence about them
+    has_control_points: bool = False  # which are not copied to the results
     missing: Any = None  # mask of the nodata of a GeoTIFF, (H, W, B); None if it declares none
 
     @property
@@ -157,15 +158,16 @@ def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
     """Read an image with the bands and dtype of the network's input; DataError if it cannot be read."""
     header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
     pixels, missing = load_image(file.path, format, max_pixels=MAX_PREDICTED_PX)
-    unused = format.unused_bands(header.stored)
+    unused, has_points = format.unused_bands(header.stored), False
     tags = tiff_tags(file.path)
     if tags is not None and has_rasterio() and tags.orientation == 1:
         plain = None if missing is None else Georeference(None, IDENTITY)  # a PNG cannot declare nodata
         georeference = read_georeference(file.path) or plain
         if georeference is not None:
             return Picture(file, pixels, georeference=georeference, unused_bands=unused, missing=missing)
+        has_points = has_control_points(file.path)
     profile = _icc_profile(file) if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"} else None
-    return Picture(file, pixels, profile, unused_bands=unused)
+    return Picture(file, pixels, profile, unused_bands=unused, has_control_points=has_points)
 
 
 def _icc_profile(file: InputFile) -> bytes | None:
