@@ -236,7 +236,7 @@ class GeoTiffWriter:
         self._written: list[tuple[Any, int]] = []  # windows, each with the checksum of its pixels
         color = {"photometric": "rgb"} if channels == 3 else {}
         profile = _profile(size, np.dtype(dtype), channels, georeference)
-        with _storage_errors():
+        with _storage_errors(), _without_warnings():
             self._file = rasterio.open(path, "w", **profile, nodata=nodata, BIGTIFF="IF_SAFER", **color)
         if palette is not None:
             self._file.write_colormap(1, {index: (*color, 255) for index, color in enumerate(palette)})
@@ -274,7 +274,7 @@ def _storage_errors() -> Iterator[None]:
 
     logging.getLogger("rasterio").setLevel(logging.CRITICAL)
     try:
-        with _without_warnings(), rasterio.Env():  # otherwise GDAL prints its errors
+        with rasterio.Env():  # otherwise GDAL prints its errors
             yield
     except (RasterioError, DataError) as error:
         raise OSError(NOT_WHOLE) from error
