@@ -22,6 +22,7 @@ from typing import Any, NoReturn, cast
 
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError, closest_words, free_or
+from segapp.run.files import remove_unfinished
 from segapp.run.words import ESCAPED, announce_torch, printable
 from segapp.waiting import lines_while, watch_signals
 
@@ -35,8 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run segapp with the process's arguments (or those given) and exit."""
     _use_utf8_for_files()
     _open_closed_streams()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _interrupt)
     if threading.current_thread() is threading.main_thread():
         watch_signals()
     os.umask(os.umask(0o022) | 0o022)  # whatever writes a file, in this process or a child: others cannot change it
@@ -92,16 +94,28 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
     Nothing needs to be cleaned up then, and libraries turn a KeyboardInterrupt in their import into other errors.
     """
-    timer = threading.Timer(_UNWIND_S, os._exit, (130,))
+    timer = threading.Timer(_UNWIND_S, _leave, (number,))
     timer.daemon = True
     timer.start()
     if frame is None:  # called by `watch_signals`; this process may have been suspended in a call of C++
         return
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os._exit(130)
+            os._exit(128 + number)
         frame = frame.f_back
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
+
+
+def _leave(number: int) -> None:
+    """End a process that a signal has not ended in time, as if it had."""
+    remove_unfinished()
+    _say_stopped(number)
+    os._exit(128 + number)
+
+
+def _say_stopped(number: int) -> None:
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
 
 
 def _use_utf8_for_files() -> None:
@@ -160,8 +174,10 @@ def _one_line_errors(words: list[str], is_debug: bool, *, as_json: bool) -> Iter
         if error.errno in _NAME_ERRNOS:
             _fail(ConfigError(f"{shown}: use another file or folder", path=name), as_json)
         _fail(StorageError(f"{shown}: {free_or('choose another folder', error)}", path=name), as_json)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        number = next(iter(error.args), signal.SIGINT)
+        _say_stopped(number)
+        sys.exit(128 + number)
 
 
 def _meant_override(error: Any, words: list[str]) -> str | None:

@@ -40,17 +40,35 @@ _OTHER_RULES = ("commands", "wandb")
 """Folders whose content is not checked: the inbox checks each file, and Weights & Biases makes links in its own."""
 
 TEMPORARY_PREFIX = ".tmp-"
-_TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-(?P<token>[0-9a-f]+)(?:@(?P<machine>[\w.-]*))?")
+_TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-(?P<token>[0-9a-f]+)(?:@(?P<machine>[\w.-]*)(?:\+[\w.]*)?)?")
 _STALE_TEMPORARY_S = 3600.0
 _PROCESS = secrets.token_hex(4)
 
 
-def temporary_name(tag: int = 0) -> str:
+def temporary_name(tag: int = 0, suffix: str = "") -> str:
     """Return a name for a temporary file that contains the writer's process id and machine, to recognize dead writers.
 
-    `tag`, such as the step, helps a reader of the folder.
+    `tag`, such as the step, helps a reader of the folder. `suffix`, such as .tif, is for libraries that look at it.
     """
-    return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{_PROCESS}{secrets.token_hex(4)}@{machine_id()}"
+    end = f"+{suffix}" if suffix else ""
+    return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{_PROCESS}{secrets.token_hex(4)}@{machine_id()}{end}"
+
+
+_unfinished: set[Path] = set()
+"""Files that `remove_unfinished` removes."""
+
+
+def unfinished_path(path: Path) -> Path:
+    """Return a temporary path next to a file, with its suffix; `remove_quietly` is called at the end in any case."""
+    temporary = path.parent / temporary_name(suffix=path.suffix)
+    _unfinished.add(temporary)
+    return temporary
+
+
+def remove_unfinished() -> None:
+    """Remove the files of `unfinished_path`, because this process ends without another chance."""
+    for path in [*_unfinished]:
+        remove_quietly(path)
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
@@ -310,13 +328,15 @@ def hash_file(path: Path) -> tuple[str, int]:
 
 
 def remove_quietly(path: Path) -> None:
+    _unfinished.discard(path)
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
-def remove_dead_temporaries(directory: Path) -> int:
+def remove_dead_temporaries(directory: Path, *, is_recursive: bool = False) -> int:
     """Remove temporary files of dead writers, and return how many; live ones keep theirs for an hour or longer."""
-    dead = [path for path in directory.glob(f"{TEMPORARY_PREFIX}*") if _is_dead_temporary(path)]
+    pattern = f"**/{TEMPORARY_PREFIX}*" if is_recursive else f"{TEMPORARY_PREFIX}*"
+    dead = [path for path in directory.glob(pattern) if _is_dead_temporary(path)]
     for path in dead:
         remove_quietly(path)
     return len(dead)

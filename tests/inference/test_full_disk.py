@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +17,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from segapp.datasets.images import raster
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import StorageError
+from segapp.inference.predict import outputs
 from segapp.inference.predict.outputs import OutputPlan
 from segapp.inference.predict.pipeline import predict_files
 from segapp.inference.predict.polygons import PolygonFormat, PolygonPlan
 from segapp.inference.predict.reading import SAVED, Saved, find_images
 from segapp.inference.workspace import Workspace
+from tests.support import ROOT
+from tests.support.programs import segapp, start
+from tests.support.runs import merged, train
 
 BLOCK_BYTES = 4096
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
@@ -109,3 +116,72 @@ def test_prediction_is_whole_or_not_there(
     assert "ERROR" not in said.out + said.err, "printed by GDAL"
     with disk_of(needed + (BLOCK_BYTES if kind == "gpkg" else 0)):
         assert written(tmp_path / "enough").keys() == whole.keys()
+
+
+def test_file_that_lacks_bytes_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system whose close succeeds although the last block is lost."""
+    files, _ = find_images([write_image(tmp_path / "scene.png", SIZE_PX["raster"])])
+    plan = OutputPlan(tmp_path / "out", SCHEME, ("overlay",))
+    close = outputs._PictureFile.finish
+
+    def lossy(writer: Any) -> None:
+        close(writer)
+        writer.file.flush()
+        with open(writer._temporary, "r+b") as file:
+            file.truncate(writer.file.tell() - 1)
+
+    monkeypatch.setattr(outputs._PictureFile, "finish", lossy)
+    with pytest.raises(StorageError, match=r"scene.png cannot be written: the file on the disk differs"):
+        predict_files(cast(Any, Noisy(SCHEME)), files, plan, workspace=Workspace(10**6))
+    assert [path for path in tmp_path.joinpath("out").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.skipif(not has_rasterio(), reason="rasterio is not installed")
+@pytest.mark.parametrize("place", ["first", "middle", "colors"])
+def test_geotiff_is_read_back(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever bytes are lost, as if GDAL had reported no error."""
+    files, _ = find_images([write_image(tmp_path / "scene.tif", SIZE_PX["raster"])])
+    plan = OutputPlan(tmp_path / "out", SCHEME, ("color",))
+    opened = raster.opened
+
+    @contextlib.contextmanager
+    def damaged(path: Path, page: int | None = None) -> Iterator[Any]:
+        if path.name.startswith(".tmp-"):
+            content = bytearray(path.read_bytes())
+            at = {"first": 3000, "middle": len(content) // 2, "colors": len(content) - 1}[place]
+            content[at - 64 : at] = bytes(64)
+            path.write_bytes(content if place != "colors" else content[:-600])
+        with opened(path, page) as source:
+            yield source
+
+    monkeypatch.setattr(raster, "opened", damaged)
+    with pytest.raises(StorageError, match=r"color/scene.tif cannot be written: the file on the disk differs"):
+        predict_files(cast(Any, Noisy(SCHEME)), files, plan, workspace=Workspace(30_000))
+    assert [path for path in tmp_path.joinpath("out").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_stopped_prediction_leaves_whole_files(number: signal.Signals, tiny: dict[str, Any], tmp_path: Path) -> None:
+    write_image(tmp_path / "small.png", (40, 50))
+    write_image(tmp_path / "scene.png", (4100, 4200))
+    model = {"library": "python", "name": "tests.support.own_parts:Net"}
+    assert train(merged({**tiny, "model": model}, train={"epochs": 1}), tmp_path / "run") == 0
+    out = tmp_path / "out"
+    images = (tmp_path / "small.png", tmp_path / "scene.png")
+    words = ("predict", "--trust-parts", tmp_path / "run", *images, "--out", out, "--save", "labels,probabilities")
+    program = start(*words, cwd=ROOT, logs=tmp_path)
+    deadline_s = time.monotonic() + 120
+    while (sizes := [path.stat().st_size for path in out.rglob(".tmp-*")]) == [] or max(sizes) < 2**20:
+        assert program.returncode is None, program.stderr
+        assert time.monotonic() < deadline_s, program.stderr
+        time.sleep(0.02)
+    program.send(number)
+    assert program.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+    assert (f"stopped by {number.name}" in program.stderr) == (number != signal.SIGKILL)
+    names = [path.name for path in out.rglob("*") if path.is_file() and not path.name.startswith(".tmp-")]
+    assert sorted(names) == ["small.npz", "small.png"]
+    assert len([*out.rglob(".tmp-*")]) == (2 if number == signal.SIGKILL else 0)
+    if number == signal.SIGKILL:
+        done = segapp(*words[:4], *words[5:], cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert [*out.rglob(".tmp-*")] == []

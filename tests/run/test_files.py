@@ -36,16 +36,23 @@ def test_only_temporaries_of_dead_processes_are_removed(tmp_path):
     dead.wait()
     host = temporary_name().partition("@")[2]
     own, of_an_earlier_life, of_the_dead, of_a_live = (
-        temporary_name(3),
-        *(f".tmp-3-{pid}-abcd@{host}" for pid in (os.getpid(), dead.pid, os.getppid())),
+        temporary_name(3, ".tif"),
+        *(
+            f".tmp-3-{pid}-abcd@{host}{end}"
+            for pid, end in ((os.getpid(), ""), (dead.pid, "+.tif"), (os.getppid(), ""))
+        ),
     )
-    elsewhere, old_elsewhere, odd = ".tmp-3-1-abcd@elsewhere", ".tmp-4-1-abcd@elsewhere", ".tmp-odd"
-    for name in (own, of_an_earlier_life, of_the_dead, of_a_live, elsewhere, old_elsewhere, odd, "kept"):
+    elsewhere, old_elsewhere, odd = ".tmp-3-1-abcd@elsewhere+.png", ".tmp-4-1-abcd@elsewhere", ".tmp-odd"
+    below = f"inner/{of_the_dead}"
+    (tmp_path / "inner").mkdir()
+    for name in (own, of_an_earlier_life, of_the_dead, of_a_live, elsewhere, old_elsewhere, odd, "kept", below):
         (tmp_path / name).write_text("")
     os.utime(tmp_path / old_elsewhere, (time.time() - 7200,) * 2)
     os.utime(tmp_path / own, (0, 0))  # as after a clock was set forward by decades
     assert remove_dead_temporaries(tmp_path) == 3
-    assert sorted(os.listdir(tmp_path)) == sorted([own, of_a_live, elsewhere, odd, "kept"])
+    assert sorted(os.listdir(tmp_path)) == sorted([own, of_a_live, elsewhere, odd, "kept", "inner"])
+    assert remove_dead_temporaries(tmp_path, is_recursive=True) == 1
+    assert os.listdir(tmp_path / "inner") == []
     assert remove_dead_temporaries(tmp_path / "missing") == 0
 
 

@@ -30,7 +30,7 @@ from segapp.inference.drawing import blend, colorize
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, encode_vectors
 from segapp.inference.predict.predictor import Strip
 from segapp.inference.predict.reading import SAVED, Picture, Saved
-from segapp.run.files import open_new, remove_quietly, temporary_name
+from segapp.run.files import open_new, remove_quietly, unfinished_path
 
 PROBABILITY_SCALE = 65_535
 """Stored value of probability 1."""
@@ -140,7 +140,7 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.parent / (temporary_name() + path.suffix)  # GDAL warns about other suffixes
+        self._temporary = unfinished_path(path)
         with self._reported():
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file: IO[bytes] = open(open_new(self._temporary), "wb")  # noqa: SIM115

@@ -32,6 +32,8 @@ from segapp.inference.predict.predictor import Predictor, Strip, likeliest, plan
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Picture, read_picture
 from segapp.inference.workspace import Workspace
 from segapp.memory.oom import is_out_of_memory
+from segapp.run.files import remove_dead_temporaries
+from segapp.run.words import duration
 from segapp.waiting import lines_while
 
 NUM_THREADS = 2
@@ -86,6 +88,8 @@ def predict_files(
     start = time.perf_counter()
     if plan.polygons is not None:
         plan.polygons.check_places(files)
+    for folder in (plan.folder / kind for kind in (*plan.kinds, "polygons")):
+        remove_dead_temporaries(folder, is_recursive=True)
     if plan.polygons is not None and plan.polygons.format == "coco":
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
     with _large_pictures_allowed():
@@ -117,6 +121,7 @@ class _Job:
     nodata_shares: dict[str, float] = field(default_factory=dict)  # image -> share of its pixels, 0 to 1
     coco: CocoFile | None = None
     num_done: int = 0
+    share: float = 0.0  # of the image in tiles that is predicted
 
     def count(self, num_files: int) -> None:
         self.num_done += num_files
@@ -188,9 +193,12 @@ class _Job:
         yield from zip(pictures, strips, strict=True)
 
     def _strips(self, picture: Picture) -> Iterator[Strip]:
-        return predict_strips(
-            self.predictor, picture.pixels, self.workspace, with_probabilities=self.plan.needs_probabilities
-        )
+        def count(share: float) -> None:
+            self.share = share
+
+        self.share = 0.0
+        wanted = self.plan.needs_probabilities
+        return predict_strips(self.predictor, picture.pixels, self.workspace, with_probabilities=wanted, on_tile=count)
 
     def _together(self, pictures: list[Picture]) -> list[list[Strip]]:
         images = np.stack([picture.pixels for picture in pictures])
@@ -211,16 +219,15 @@ class _Job:
 
     def _write_tiles(self, picture: Picture, strips: Iterable[Strip]) -> None:
         """Write a large image while it is predicted, with a line every 30 s."""
-        num_rows, height = 0, picture.pixels.shape[0]
+        began_s = time.monotonic()
 
-        def counted() -> Iterator[Strip]:
-            nonlocal num_rows
-            for strip in strips:
-                yield strip
-                num_rows = strip.rows.stop
+        def line() -> str:
+            left_s = (time.monotonic() - began_s) * (1 / self.share - 1) if self.share else None
+            left = "" if left_s is None else f", about {duration(left_s)} left"
+            return f"{picture.file.name}: {self.share:.0%} of the pixels are predicted{left}"
 
-        with lines_while(lambda: f"{picture.file.name}: {num_rows:,} of {height:,} rows are predicted"):
-            self._write(picture, counted())
+        with lines_while(line):
+            self._write(picture, strips)
 
     def _note_tiles(self, picture: Picture) -> None:
         height, width = picture.pixels.shape[:2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -229,49 +229,44 @@ class Strip:
 
 
 def predict_strips(
-    predictor: Predictor, image: NDArray[Any], workspace: Workspace, *, with_probabilities: bool = False
+    predictor: Predictor,
+    image: NDArray[Any],
+    workspace: Workspace,
+    *,
+    with_probabilities: bool = False,
+    on_tile: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Strip]:
     """Yield the prediction of an image (H, W, B) from top to bottom, in strips that fit into the workspace.
 
-    The workspace is halved after an out-of-memory error.
+    The workspace is halved after an out-of-memory error. `on_tile` is called after each tile with the share of the
+    image that is predicted, 0 to 1.
     """
     height, width = image.shape[:2]
     done = 0
     while done < height:
         frame = tile_frame((height, width), workspace.max_px)
-        rows = next(core for core in tile_cores(height, frame[0]) if core[2] > done)
+        top, core, last = next(rows for rows in tile_cores(height, frame[0]) if rows[2] > done)
+        first = max(core, done)
+        labels, probabilities = [], []
         try:
-            yield _strip(predictor, image, frame, rows, done, with_probabilities=with_probabilities)
+            for left, start, stop in tile_cores(width, frame[1]):
+                tile = image[top : top + frame[0], left : left + frame[1]]
+                inner = slice(first - top, last - top), slice(start - left, stop - left)
+                if with_probabilities:
+                    values = predictor.probabilities(tile[None])[0][:, *inner]
+                    probabilities.append(values)
+                    labels.append(likeliest(values[None], predictor.threshold)[0])
+                else:
+                    labels.append(predictor.labels(tile[None])[0][inner])
+                on_tile((first * width + (last - first) * stop) / (height * width))
+            yield Strip(slice(first, last), _joined(labels), _joined(probabilities) if with_probabilities else None)
         except Exception as error:
             if predictor.needs_whole or not is_out_of_memory(error):
                 raise
             accelerator_of(predictor.device).empty_cache()
             workspace.halve()
             continue
-        done = rows[2]
-
-
-def _strip(
-    predictor: Predictor,
-    image: NDArray[Any],
-    frame: tuple[int, int],
-    rows: tuple[int, int, int],
-    done: int,
-    *,
-    with_probabilities: bool,
-) -> Strip:
-    top, first, last = rows[0], max(rows[1], done), rows[2]
-    labels, probabilities = [], []
-    for left, start, stop in tile_cores(image.shape[1], frame[1]):
-        tile = image[top : top + frame[0], left : left + frame[1]]
-        inner = slice(first - top, last - top), slice(start - left, stop - left)
-        if with_probabilities:
-            values = predictor.probabilities(tile[None])[0][:, *inner]
-            probabilities.append(values)
-            labels.append(likeliest(values[None], predictor.threshold)[0])
-        else:
-            labels.append(predictor.labels(tile[None])[0][inner])
-    return Strip(slice(first, last), _joined(labels), _joined(probabilities) if with_probabilities else None)
+        done = last
 
 
 def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
