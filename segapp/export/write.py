@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -37,7 +38,7 @@ from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError, RunError, cannot_be_written, install_command
 from segapp.models import SegmentationModel
 from segapp.models.surgery import replace_adaptive_pooling
-from segapp.run.files import open_new, remove_quietly, temporary_name
+from segapp.run.files import open_new, remove_dead_temporaries, remove_quietly, unfinished_path
 from segapp.run.words import first_line
 
 Format = Literal["onnx", "pt2"]
@@ -244,9 +245,10 @@ def _written(path: Path, suffix: str) -> Iterator[Path]:
     """Yield a temporary name for a file, which is renamed when the block ends without an error."""
     from safetensors import SafetensorError
 
-    temporary = path.parent / f"{temporary_name()}.{suffix}"
+    temporary = unfinished_path(path, f".{suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_dead_temporaries(path.parent)
         os.close(open_new(temporary))
         mode = temporary.stat().st_mode
         yield temporary
@@ -455,7 +457,9 @@ def _compute_of(program: torch.export.ExportedProgram) -> Compute:
 
 
 def _write_pt2(program: torch.export.ExportedProgram, network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
-    torch.export.save(program, path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
+    # Into memory first: on a full disk, torch's own writer would end the process.
+    torch.export.save(program, file := io.BytesIO(), extra_files={INFO_FILE: json.dumps(info.as_properties())})
+    path.write_bytes(file.getbuffer())
     return _compute_of(torch.export.load(path))
 
 

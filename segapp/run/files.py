@@ -58,9 +58,9 @@ _unfinished: set[Path] = set()
 """Files that `remove_unfinished` removes."""
 
 
-def unfinished_path(path: Path) -> Path:
-    """Return a temporary path next to a file, with its suffix; `remove_quietly` is called at the end in any case."""
-    temporary = path.parent / temporary_name(suffix=path.suffix)
+def unfinished_path(path: Path, suffix: str) -> Path:
+    """Return a temporary path next to a file; its writer calls `remove_quietly` at the end in any case."""
+    temporary = path.parent / temporary_name(suffix=suffix)
     _unfinished.add(temporary)
     return temporary
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +18,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from segapp.commands.export import export_target
 from segapp.datasets.images import raster
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import StorageError
+from segapp.errors import RunError, StorageError
 from segapp.inference.predict import outputs
 from segapp.inference.predict.outputs import OutputPlan
 from segapp.inference.predict.pipeline import predict_files
@@ -116,6 +118,25 @@ def test_prediction_is_whole_or_not_there(
     assert "ERROR" not in said.out + said.err, "printed by GDAL"
     with disk_of(needed + (BLOCK_BYTES if kind == "gpkg" else 0)):
         assert written(tmp_path / "enough").keys() == whole.keys()
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2", "safetensors"])
+def test_export_is_whole_or_not_there(format: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    if format == "onnx" and find_spec("onnxscript") is None:
+        pytest.skip("onnxscript is not installed")
+    model = {"library": "python", "name": "tests.support.own_parts:Net", "options": {"width": 40}}
+    assert train(merged({**tiny, "model": model}, train={"epochs": 1}), tmp_path / "run") == 0
+    (whole := tmp_path / f"whole.{format}").parent.mkdir(exist_ok=True)
+    export_target(str(tmp_path / "run"), whole, format=None, argmax=False)
+    needed = whole.stat().st_size
+    last = (needed - 1) // BLOCK_BYTES
+    for k in sorted({1, last // 2 or 1, last, (needed - 1) / BLOCK_BYTES}):
+        path = tmp_path / f"{k} blocks" / f"a.{format}"
+        path.parent.mkdir()
+        with pytest.raises((StorageError, RunError)) as error, disk_of(int(k * BLOCK_BYTES)):
+            export_target(str(tmp_path / "run"), path, format=None, argmax=False)
+        assert path.name in str(error.value)
+        assert [*path.parent.iterdir()] == []
 
 
 def test_file_that_lacks_bytes_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from PIL import Image
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import OutOfMemoryError, StorageError
+from segapp.errors import ConfigError, OutOfMemoryError, StorageError
 from segapp.inference.predict.outputs import PROBABILITY_SCALE, OutputPlan, PngWriter
 from segapp.inference.predict.pipeline import ahead, predict_files
 from segapp.inference.predict.polygons import PolygonPlan
@@ -431,3 +431,32 @@ def test_memory_beside_a_picture_does_not_grow_with_it(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert "predicted in tiles of at most 0.2 Mpx, whose borders may show" in tally.notes[0]
     assert 3 * 3000 * 2003 < peak_bytes < 6 * 3000 * 2003
+
+
+@geo
+def test_place_that_results_cannot_tell_is_said(tmp_path: Path) -> None:
+    """Before the work if GeoJSON cannot name a coordinate system, else as notes."""
+    import rasterio
+    from rasterio.control import GroundControlPoint
+
+    own = rasterio.crs.CRS.from_proj4("+proj=laea +lat_0=12.3 +lon_0=45.6 +ellps=WGS84")
+    points = [GroundControlPoint(y, x, 10.0 + x, 50.0 - y) for y, x in ((0, 0), (0, 30), (40, 0))]
+    place = rasterio.transform.from_origin(0, 0, 2, 2)
+    options = {"plain": {}, "points": {"gcps": points, "crs": "EPSG:4326"}}
+    options |= {name: {"crs": own, "transform": place} for name in ("own a", "own b")}
+    options["utm"] = {"crs": "EPSG:32632", "transform": place}
+    for name, where in options.items():
+        profile = {"driver": "GTiff", "height": 45, "width": 37, "count": 3, "dtype": "uint8"}
+        with rasterio.open(tmp_path / f"{name}.tif", "w", **profile, **where) as file:
+            file.write(np.moveaxis(photo(45, 37), -1, 0))
+    predictor = Blur()
+    plan = OutputPlan(tmp_path / "out", SCHEME, (), polygons=PolygonPlan("geojson"))
+    with pytest.raises(ConfigError, match=r"^own a, own b: the coordinate system has no EPSG code.* --polygons gpkg"):
+        predict_files(predictor, find_images([tmp_path])[0], plan, workspace=Workspace(10**6))
+    assert (predictor.asked, (tmp_path / "out").exists()) == ([], False)
+    plan = replace(plan, polygons=PolygonPlan("gpkg"))
+    notes = predict_files(predictor, find_images([tmp_path])[0], plan, workspace=Workspace(10**6)).notes
+    assert notes == [
+        "plain, points: without a georeference, polygons are in columns and rows of pixels",
+        "points: control points are not copied to the results: gdalwarp makes an image with a transform",
+    ]

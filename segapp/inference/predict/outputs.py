@@ -140,7 +140,7 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = unfinished_path(path)
+        self._temporary = unfinished_path(path, path.suffix)  # GDAL warns about other suffixes
         with self._reported():
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file: IO[bytes] = open(open_new(self._temporary), "wb")  # noqa: SIM115
