@@ -7,14 +7,16 @@ sample with the sample of another image.
 Shapes: H, W height and width in pixels; B bands, 3 for RGB.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from types import EllipsisType
 from typing import Any
 
 import cv2
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.custom.loading import shown_error
@@ -22,7 +24,7 @@ from segapp.datasets.cache import PixelCache
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown, turn_of_mask
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.reading import read_with_nodata
-from segapp.datasets.images.windows import LARGE_PX, Windows, image_windows, load_ignored, mask_windows
+from segapp.datasets.images.windows import Windows, image_windows, load_ignored, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks, without_nodata
 from segapp.datasets.orientation import upright
@@ -149,6 +151,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         if not self.pairs:
             raise DataError("the data set has no images: check data.root and the split", key="data.root")
         self._read_in_windows: dict[int, Windows | None] = {}
+        self._cells: dict[int, dict[int, NDArray[np.int32]]] = {}  # `Windows.cells` of the masks by index
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -169,9 +172,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
     def _augmented(self, index: int, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the transformed image and mask of an index."""
-        # Only a transform that begins with a crop reads windows. With an aim, the whole mask is searched for the pixels
-        # of a class.
-        is_windowed = aim is None and getattr(self.transform, "crops_first", False)
+        is_windowed = getattr(self.transform, "crops_first", False)  # else, it needs whole images
         image: Any
         mask: Any
         image, mask = (self._windows(index) if is_windowed else None) or self.read(index)
@@ -207,9 +208,12 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         windows = mask_windows(pair.mask, self.scheme) if pair.mask is not None else None
         mask = self.read_mask(index, image.shape[:2]) if windows is None else windows
         check_same_size(pair, image.shape[:2], mask.shape[:2])
-        if (ignored := load_ignored(pair, image.missing)) is None:
-            return image, mask
-        return image, Windows(mask.shape, mask.dtype, lambda at: without_nodata(mask[at], ignored[at], self.scheme))
+        if (ignored := load_ignored(pair, image.missing)) is not None:
+            labels = mask
+            mask = Windows(labels.shape, labels.dtype, lambda at: without_nodata(labels[at], ignored[at], self.scheme))
+        if isinstance(mask, Windows):
+            mask = replace(mask, cells=self._cells.setdefault(index, {}))
+        return image, mask
 
     def _image_windows(self, index: int) -> Windows | None:
         """Return an image for reading in windows; unless it is too large, a cache decodes it once instead."""
@@ -217,8 +221,9 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         if isinstance(pair, OwnPair):
             return None
         if index not in self._read_in_windows:
-            least_px = LARGE_PX if self.cache is None else MAX_PIXELS + 1
-            self._read_in_windows[index] = image_windows(pair.image, self.pixels, least_px)
+            found = image_windows(pair.image, self.pixels)
+            is_cached = found is not None and self.cache is not None and math.prod(found.shape[:2]) <= MAX_PIXELS
+            self._read_in_windows[index] = None if is_cached else found
         return self._read_in_windows[index]
 
     def read(self, index: int) -> tuple[Pixels, Pixels]:

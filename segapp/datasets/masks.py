@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
 from PIL.TiffImagePlugin import BITSPERSAMPLE
 
-from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
-from segapp.datasets.images.pixel_format import in_all_bands
+from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown, tiff_tags
+from segapp.datasets.images.pixel_format import Pixels, in_all_bands
 from segapp.datasets.images.png import decode_png
+from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import check_complete, decode
-from segapp.datasets.images.tiff_tags import NODATA_TAG, parse_nodata
+from segapp.datasets.images.tiff_tags import NODATA_TAG, TIFF_SUFFIXES, TiffTags, parse_nodata
 from segapp.datasets.layouts.palettes import palette_of
 from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color, without_id
 from segapp.errors import DataError, some_names
@@ -66,6 +67,8 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     """
     if scheme.multilabel is not None:
         return _label_sets(path, scheme)
+    if (tags := windowed_tags(path, rgb=scheme.rgb)) is not None:
+        return train_ids(stored_ids(path, tags), path, scheme, tags.nodata)
     data = read_bytes(path)
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
@@ -94,6 +97,20 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         raise DataError(f"{problem}: {move}", key="data.rgb_masks", path=path)
     nodata = nodata_of(image)
     return train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme, nodata)
+
+
+def windowed_tags(path: Path, *, rgb: bool) -> TiffTags | None:
+    """Return the tags of a large mask of ids or colors of which any part is read like the whole; None for others."""
+    tags = tiff_tags(path) if path.suffix.lower() in TIFF_SUFFIXES else None
+    if tags is None or not tags.is_read_in_windows or tags.dtype == "float32" or tags.axes:
+        return None
+    return tags if tags.bands == (3 if rgb else 1) else None
+
+
+def stored_ids(path: Path, tags: TiffTags, window: Window | None = None) -> Pixels:
+    """Return the ids (H, W) or the colors (H, W, 3) of a mask with `windowed_tags`, or of a window of it."""
+    values = read_bands(path, range(1, tags.bands + 1), window)
+    return values if tags.bands == 3 else values[..., 0]
 
 
 def without_nodata(ids: Ids, missing: NDArray[np.bool_] | None, scheme: ClassScheme) -> Ids:
@@ -129,8 +146,14 @@ def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
     check_mask_format(path, str(image.format))
     check_complete(data, image, path)
     try:
-        frames = ImageSequence.Iterator(open_bytes(data, path))
-        planes = np.dstack([unscaled(np.asarray(ImageOps.exif_transpose(frame)), frame, data) for frame in frames])
+        tags = tiff_tags(path) if image.format == "TIFF" else None
+        frames = enumerate(ImageSequence.Iterator(open_bytes(data, path)), start=1)
+        full = [
+            unscaled(np.asarray(ImageOps.exif_transpose(frame)), frame, data)
+            for number, frame in frames
+            if tags is None or number in tags.pages
+        ]
+        planes = np.dstack(full)
         nodata = nodata_of(image) or None  # but 0 is a pixel without a class
     except Exception as error:  # as above
         raise damaged(path, error) from error
@@ -172,9 +195,13 @@ def _sets_of_bits(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) ->
 
 
 def check_one_frame(image: Image.Image, path: Path) -> None:
-    """Check that there is only one frame; frames are not counted, because that takes a minute for a million."""
+    """Check that there is only one frame; frames are not counted, because that takes a minute for a million.
+
+    Smaller copies of a TIFF's image, and a mask of it, are pages but no frames, as they are no pages of an image.
+    """
     try:
-        has_more = bool(getattr(image, "is_animated", False))
+        tags = tiff_tags(path) if image.format == "TIFF" else None
+        has_more = bool(getattr(image, "is_animated", False) if tags is None else tags.axes)
     except Exception as error:  # a damaged directory of frames, as above
         raise damaged(path, error) from error
     if has_more:

@@ -15,7 +15,16 @@ from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.layouts.palettes import Palettes, palette_of
 from segapp.datasets.layouts.schemes import Color
-from segapp.datasets.masks import check_one_frame, color_codes, count_values, nodata_of, unscaled, whole_ids
+from segapp.datasets.masks import (
+    check_one_frame,
+    color_codes,
+    count_values,
+    nodata_of,
+    stored_ids,
+    unscaled,
+    whole_ids,
+    windowed_tags,
+)
 from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
 from segapp.errors import DataError
 from segapp.onboarding.layout import evenly
@@ -144,20 +153,20 @@ def count_pixels(
 ) -> tuple[dict[int, int], dict[Color, int], str, Mapping[int, Color], dict[Value, float]] | str:
     """Return the pixels of one mask by value and by color, its format, palette and nodata; or why it cannot be read."""
     try:
-        pixels, image = stored_pixels(path, as_rgb=as_rgb)
+        pixels, nodata, image = stored_pixels(path, as_rgb=as_rgb)
     except UNREADABLE as error:
         cure = "" if isinstance(error, DataError) else ": save it as PNG of ids"
         return (str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__) + cure
-    nodata, seen = nodata_of(image), dict[Value, float]()
+    format, seen = "TIFF" if image is None else str(image.format), dict[Value, float]()
     if nodata is not None:
         value = int(nodata) if is_id(nodata) else IGNORED
         seen[value if pixels.ndim == 2 else (value, value, value)] = nodata
     if pixels.ndim == 2:
-        return count_values(pixels), {}, str(image.format), palette_of(image), seen
+        return count_values(pixels), {}, format, {} if image is None else palette_of(image), seen
     histogram = count_values(color_codes(pixels))
     most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
     colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
-    return {}, colors, str(image.format), {}, seen
+    return {}, colors, format, {}, seen
 
 
 def is_id(nodata: float) -> bool:
@@ -165,20 +174,26 @@ def is_id(nodata: float) -> bool:
     return 0 <= nodata <= 65_535
 
 
-def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], Image.Image]:
-    """Return the ids (H, W) or the colors (H, W, 3) of a mask as stored, and the image.
+def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], float | None, Image.Image | None]:
+    """Return the ids (H, W) or the colors (H, W, 3) of a mask as stored, its nodata, and how Pillow opens it.
 
-    NaN and a nodata value that is no id become `IGNORED`.
+    NaN and a nodata value that is no id become `IGNORED`. A large mask that is read in windows is not opened by Pillow.
 
     An error in UNREADABLE is raised if the file is damaged, or has numbers with fractions.
     """
-    data = read_bytes(path)
-    image = open_bytes(data, path)
-    check_one_frame(image, path)
-    if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LA", "PA"):
-        return np.asarray(image.convert("RGB")), image
-    nodata = nodata_of(image)
+    image: Image.Image | None = None
+    if (tags := windowed_tags(path, rgb=True) or (None if as_rgb else windowed_tags(path, rgb=False))) is not None:
+        pixels, nodata = stored_ids(path, tags), tags.nodata
+    else:
+        data = read_bytes(path)
+        image = open_bytes(data, path)
+        check_one_frame(image, path)
+        nodata = nodata_of(image)
+        is_colored = as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LA", "PA")
+        pixels = np.asarray(image.convert("RGB")) if is_colored else unscaled(np.asarray(image), image, data)
+    if pixels.ndim == 3:
+        return pixels, nodata, image
     is_counted = nodata is None or is_id(nodata)
-    pixels, is_missing = whole_ids(unscaled(np.asarray(image), image, data), path, None if is_counted else nodata)
+    pixels, is_missing = whole_ids(pixels, path, None if is_counted else nodata)
     pixels = np.where(is_missing, IGNORED, pixels) if is_missing.any() else pixels
-    return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), image
+    return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), nodata, image

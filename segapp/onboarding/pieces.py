@@ -228,7 +228,7 @@ def _named_after_class(path: str, find: Find) -> tuple[str, str] | None:
 def _plane(file: Path) -> Plane:
     """Return the nonzero pixels of a mask."""
     try:
-        pixels, _ = stored_pixels(file, as_rgb=False)
+        pixels, *_ = stored_pixels(file, as_rgb=False)
     except UNREADABLE as error:
         raise ValueError(f"{shown(file)}: {error}") from error
     return np.asarray((pixels > 0).any(axis=2) if pixels.ndim == 3 else pixels > 0)

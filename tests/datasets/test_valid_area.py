@@ -142,9 +142,9 @@ def test_windows_and_blocks_ignore_what_the_whole_does(
     """Also with nodata in images and areas, which the readers of TIFFs fill."""
     pytest.importorskip("rasterio", reason="the extra geo is not installed")
     tifffile = pytest.importorskip("tifffile")
-    for name, value in {"LARGE_PX": 1, "_BLOCK_ROWS": 17, "_BLOCK_PX": 1}.items():
+    for name, value in {"_BLOCK_ROWS": 17, "_BLOCK_PX": 1}.items():
         monkeypatch.setattr(windows_module, name, value)
-    monkeypatch.setattr("segapp.datasets.dataset.LARGE_PX", 1)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
     has_nodata = suffix == "tif"
     tags = [(42113, "s", 0, "0", True)] if has_nodata else []
     pairs, targets = [], []

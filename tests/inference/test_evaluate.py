@@ -271,8 +271,7 @@ def test_large_tiff_in_parts_equals_the_decoded_whole(
 ) -> None:
     tifffile = pytest.importorskip("tifffile")
     pytest.importorskip("rasterio", reason="the extra geo is not installed")
-    for name in ("segapp.datasets.images.windows", "segapp.datasets.dataset"):
-        monkeypatch.setattr(f"{name}.LARGE_PX", 150 * 200)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 150 * 200)
     monkeypatch.setattr("segapp.inference.workspace.WINDOWED_TILE_PX", 60)
     pairs = []
     for number, size in enumerate([(150, 221), (40, 50), (190, 180)]):

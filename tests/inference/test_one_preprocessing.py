@@ -117,8 +117,8 @@ def test_one_image_has_one_prediction_in_every_use(
     if is_resized:  # the last image does not fit, and is no larger for the network than the others
         monkeypatch.setattr("segapp.inference.predict.predictor.host_budget", lambda: 0)
     has_nodata, suffix = "nodata" in key, ".tif" if "nodata" in key else ".png"
-    for name in ("datasets.dataset", "datasets.images.windows") if "large" in key else ():
-        monkeypatch.setattr(f"segapp.{name}.LARGE_PX", 1)
+    if "large" in key:
+        monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
     sections = {**KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
     config = merged(tiny, **sections, train={"epochs": 2})
     assert train(config, tmp_path / "run") == 0

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, Field, field_validator
 
 from segapp.datasets.images.pixel_format import Pixels
+from segapp.datasets.images.windows import places_of
 
 Side = Annotated[int, Field(ge=1)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -120,7 +121,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
 
         All of them contain a pixel of the class `aim`; each time it is drawn from all pixels of the class.
         """
-        places = np.flatnonzero(mask == aim) if aim is not None else ()
+        places = places_of(mask, aim) if aim is not None else ()
 
         def draw() -> tuple[slice, slice]:
             if len(places) == 0:

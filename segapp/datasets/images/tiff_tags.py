@@ -24,6 +24,9 @@ TIFF_SUFFIXES = (".tif", ".tiff")
 NODATA_TAG = 42113
 """GDAL_NODATA: the value of pixels without data, as text; GDAL has one for all bands of a file."""
 
+LARGE_PX = 2**22
+"""Number of pixels from which an image is read in windows; decoding a smaller one takes a few milliseconds."""
+
 _MAX_PAGES = 4096
 _KINDS = {1: "uint", 2: "int", 3: "float", 4: "uint", 5: "complex", 6: "complex"}
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -53,7 +56,7 @@ class TiffTags:
     @property
     def stored(self) -> StoredPixels:
         """The pixels as stored; pages that are channels count as bands."""
-        if self.axes == "C" and self.bands == 1:
+        if self.axes == "C" and self.bands == 1 and len(self.pages) > 1:  # else one directory is for all channels
             return StoredPixels(len(self.pages), self.dtype, is_picture=False)
         is_picture = self.dtype in {"uint1", "uint2", "uint4", "uint8"} and (
             self.bands in {1, 3}
@@ -77,6 +80,15 @@ class TiffTags:
     def can_be_read_in_windows(self) -> bool:
         """True if rasterio is installed and reads any part of the image exactly like the whole."""
         return self.has_plain_values and self.orientation == 1 and has_rasterio()
+
+    @property
+    def is_read_in_windows(self) -> bool:
+        """True for an image that rasterio reads, the whole as well as a part, whatever asks for it."""
+        return is_large(self.height_px, self.width_px) and self.can_be_read_in_windows
+
+
+def is_large(height_px: int, width_px: int) -> bool:
+    return height_px * width_px >= LARGE_PX
 
 
 def has_rasterio() -> bool:

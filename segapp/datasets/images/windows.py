@@ -12,8 +12,9 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -25,14 +26,21 @@ from segapp.datasets.files import MAX_PIXELS, ImagePair, check_pixels, declared_
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat, Pixels, Range, StoredPixels, in_all_bands
 from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import bands_of, pixels_of, read_with_nodata
-from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags
+from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_large
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import Ids, UnknownIdsError, count_ids, read_masks, train_ids, unknown_ids_error
+from segapp.datasets.masks import (
+    Ids,
+    UnknownIdsError,
+    count_ids,
+    count_values,
+    read_masks,
+    stored_ids,
+    train_ids,
+    unknown_ids_error,
+    windowed_tags,
+)
 from segapp.datasets.resources import READERS, evenly_spread, side_by_side
 from segapp.errors import DataError, some_names
-
-LARGE_PX = 2**22
-"""Number of pixels from which an image is read in windows; decoding a smaller one takes a few milliseconds."""
 
 _BLOCK_PX = 2**22
 _BLOCK_ROWS = 512
@@ -48,6 +56,8 @@ class Windows:
     read: Callable[[Window], Pixels]  # returns the pixels of some rows and columns
     # Mask of the values of an image that are nodata, (H, W, B); None if the file declares none
     missing: Windows | None = None
+    # Value of a mask -> number of its pixels in each cell, in rows; counted by the first `places_of`
+    cells: dict[int, NDArray[np.int32]] = field(default_factory=dict, compare=False, repr=False)
 
     def __getitem__(self, key: slice | Window) -> Pixels:
         """Return the pixels of some rows, or of rows and columns."""
@@ -62,17 +72,10 @@ class Windows:
         return (slice(top, min(top + step, self.shape[0])) for top in range(0, self.shape[0], step))
 
 
-def _stored_ids(path: Path, scheme: ClassScheme, window: Window) -> Pixels:
-    """Return the ids (H, W) or, with `scheme.rgb`, the colors (H, W, 3) of a window of a mask."""
-    values = read_bands(path, (1, 2, 3) if scheme.rgb else (1,), window)
-    return values if scheme.rgb else values[..., 0]
-
-
-def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) -> Windows | None:
-    """Return an image for reading in windows; None below `least_px` (`LARGE_PX`) or if it cannot be read this way."""
+def image_windows(path: Path, pixels: PixelFormat) -> Windows | None:
+    """Return an image for reading in windows; None if it is small or cannot be read this way."""
     tags = tiff_tags(path) if path.suffix.lower() in TIFF_SUFFIXES else None
-    least_px = LARGE_PX if least_px is None else least_px
-    if tags is None or tags.height_px * tags.width_px < least_px or not tags.can_be_read_in_windows:
+    if tags is None or not tags.is_read_in_windows:
         return None
     check_pixels(path, tags.stored, pixels)
     if pixels.bands is None and tags.has_alpha:  # only the whole band shows if it is really alpha
@@ -85,6 +88,58 @@ def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) 
 def _read_window(path: Path, tags: TiffTags, pixels: PixelFormat, result: int, window: Window) -> Any:
     """Return the pixels of a window (0) or their mask of nodata (1), as `read_with_nodata` of the whole."""
     return pixels.fill_nodata(read_bands(path, bands_of(tags, pixels), window), tags.nodata)[result]
+
+
+@dataclass(frozen=True)
+class _Places(Sequence[int]):
+    """The pixels of a value in a large mask, cell by cell; one is found by reading its cell only."""
+
+    mask: Windows
+    value: int
+    ends: NDArray[np.int64]  # number of the value's pixels up to the end of each cell
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, at: Any) -> Any:
+        cell = int(np.searchsorted(self.ends, at, side="right"))
+        of_cell, first = _cells(self.mask.shape)[cell], int(self.ends[cell - 1]) if cell else 0
+        values = self.mask[of_cell]
+        y, x = divmod(int(np.flatnonzero(values == self.value)[at - first]), values.shape[1])
+        return (of_cell[0].start + y) * self.mask.shape[1] + of_cell[1].start + x
+
+
+def places_of(mask: Pixels | Windows, value: int) -> Sequence[int]:
+    """Return the pixels of a mask (H, W) that have a value, each as row * W + column.
+
+    In a large mask they are in the order of its cells, 512 x 512 pixels each, whether it is in memory or in windows. Of
+    windows, only the number of pixels of each value in each cell is kept: 10 KB for 6 values in 12000 x 9000 pixels.
+    """
+    if not is_large(*mask.shape):
+        return np.flatnonzero(mask == value)
+    in_windows = mask if isinstance(mask, Windows) else Windows(mask.shape, mask.dtype, mask.__getitem__)
+    if not in_windows.cells:
+        in_windows.cells.update(_count_cells(in_windows))
+    return _Places(in_windows, value, np.cumsum(in_windows.cells.get(value, [0])))
+
+
+def _count_cells(mask: Windows) -> dict[int, NDArray[np.int32]]:
+    cells, found = _cells(mask.shape), dict[int, NDArray[np.int32]]()
+    for rows in mask.row_blocks():
+        block = mask[rows]
+        for number, (inside, columns) in enumerate(cells):
+            if rows.start <= inside.start < rows.stop:
+                values = block[inside.start - rows.start : inside.stop - rows.start, columns]
+                for value, count in count_values(values).items():
+                    found.setdefault(value, np.zeros(len(cells), np.int32))[number] = count
+    return found
+
+
+def _cells(size: tuple[int, ...]) -> list[Window]:
+    """Return the cells of a mask, row by row; a block of rows holds whole ones."""
+    tops, lefts = (range(0, length, _BLOCK_ROWS) for length in size)
+    sides = product(zip(tops, [*tops[1:], size[0]], strict=True), zip(lefts, [*lefts[1:], size[1]], strict=True))
+    return [(slice(*rows), slice(*columns)) for rows, columns in sides]
 
 
 def load_image(
@@ -117,14 +172,11 @@ def load_ignored(pair: ImagePair, missing: NDArray[np.bool_] | Windows | None) -
 
 def mask_windows(path: Path, scheme: ClassScheme) -> Windows | None:
     """Return a mask for reading in windows; None if it is small or cannot be read this way."""
-    is_tiff_of_ids = path.suffix.lower() in TIFF_SUFFIXES and scheme.multilabel is None
-    tags = tiff_tags(path) if is_tiff_of_ids else None
-    if tags is None or tags.height_px * tags.width_px < LARGE_PX or not tags.can_be_read_in_windows:
+    tags = windowed_tags(path, rgb=scheme.rgb) if scheme.multilabel is None else None
+    if tags is None:
         return None
-    if tags.dtype == "float32" or tags.axes or tags.bands != (3 if scheme.rgb else 1):
-        return None  # `read_mask` reports the problem
     size = tags.height_px, tags.width_px
-    return Windows(size, scheme.dtype, lambda at: train_ids(_stored_ids(path, scheme, at), path, scheme, tags.nodata))
+    return Windows(size, scheme.dtype, lambda at: train_ids(stored_ids(path, tags, at), path, scheme, tags.nodata))
 
 
 def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
@@ -140,10 +192,11 @@ def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
         for rows in windows.row_blocks():
             yield windows[rows]
     except UnknownIdsError:  # of one block
-        present, nodata = Counter[int](), declared_nodata(paths[0])
+        present, tags = Counter[int](), tiff_tags(paths[0])
+        assert tags is not None
         for rows in windows.row_blocks():
-            ids = _stored_ids(paths[0], scheme, (rows, slice(0, windows.shape[1])))
-            present.update(count_ids(ids, paths[0], scheme, nodata))
+            ids = stored_ids(paths[0], tags, (rows, slice(0, windows.shape[1])))
+            present.update(count_ids(ids, paths[0], scheme, tags.nodata))
         raise unknown_ids_error(paths[0], scheme, present) from None
 
 

@@ -15,7 +15,6 @@ from segapp.assembly.data import build_dataset
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.config.sections import DataConfig
 from segapp.datasets.files import ImagePair
-from segapp.datasets.images import windows as windows_module
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.reading import read_with_nodata
 from segapp.datasets.images.windows import image_windows, mask_blocks, measure_ranges, nodata_note
@@ -51,14 +50,17 @@ def stored(values: np.ndarray, dtype: str, nodata: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("dtype", "nodata"), NODATA)
-def test_bands_without_data_get_their_mean(dtype: str, nodata: float, tmp_path: Path) -> None:
+def test_bands_without_data_get_their_mean(
+    dtype: str, nodata: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.tif", stored(FOUR_PIXELS, dtype, nodata), nodata)
     pixels = PixelFormat((3, 1), dtype, ((1, 21), (2, 12)), (0.5, 0.2))
     filled, missing = read_with_nodata(path, pixels)
     one_band = 0 if dtype == "uint8" else 4  # an 8-bit color may have a 0
     np.testing.assert_array_equal(filled, [[[9, 7], [9, 7], [11, 4], [3, one_band]]])
     np.testing.assert_array_equal(missing, [[[0, 0], [0, 0], [1, 1], [0, one_band > 0]]])
-    large = image_windows(path, pixels, 1)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
+    large = image_windows(path, pixels)
     assert large is not None
     assert large.missing is not None
     np.testing.assert_array_equal(large[:, 1:], filled[:, 1:])
@@ -123,8 +125,8 @@ def test_label_is_ignored_where_all_bands_have_no_data(
     cache: str, large: bool, multilabel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("datasets.dataset", "datasets.images.windows") if large else ():
-        monkeypatch.setattr(f"segapp.{name}.LARGE_PX", 1)
+    if large:
+        monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
     pairs = draw(tmp_path / "d")
     sets = {"multilabel": "bits", "classes": ["a", "b"], "ignore_index": 255} if multilabel else {"classes": [*"abc"]}
     keys = {"dtype": "float32", "bands": [1, 2, 3], "value_range": [[0, 100]], "cache": cache, "crop_px": [32, 32]}
@@ -177,7 +179,7 @@ def test_range_is_that_of_the_data(
     dtype: str, nodata: float, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr(windows_module, "LARGE_PX", 1)
+        monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
     paths = [pair.image for pair in draw(tmp_path, dtype, nodata)]
     pixels = PixelFormat((1, 3), dtype)
     assert measure_ranges(paths, pixels) == ((1, 99),) * 2
@@ -204,7 +206,7 @@ def test_same_area_without_data_is_no_likeness(tmp_path: Path, monkeypatch: pyte
         mask = write(tmp_path / f"{name}m.tif", ((x + y) % 2).astype(np.uint8))
         pairs.append(ImagePair(write(tmp_path / f"{name}.tif", image, -9999), mask, name))
     for large in (10**9, 1):
-        monkeypatch.setattr(windows_module, "LARGE_PX", large)
+        monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", large)
         reports = examine({"train": pairs[:3], "val": pairs[3:]}, scheme, crop_px=(1, 1), pixels=pixels)
         findings = reports[1].findings
         assert reports[0].findings == ()
@@ -243,7 +245,7 @@ def test_nodata_of_masks_is_ignored_unless_it_is_a_class(
     scheme: str, dtype: str, values: list[Any], nodata: float, expected: list[int], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(windows_module, "LARGE_PX", 1)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
     own = class_scheme("folder", **SCHEMES[scheme])
     path = write(tmp_path / "m.tif", np.array([values] * 3, dtype), nodata)
     np.testing.assert_array_equal(read_mask(path, own), [expected] * 3)

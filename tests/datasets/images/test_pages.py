@@ -49,7 +49,9 @@ CHANNELS = {
 
 
 @pytest.mark.parametrize(("writer", "dtype"), [*((each, "uint16") for each in CHANNELS), ("OME", "uint8")])
-def test_pages_that_are_channels_are_bands(writer: str, dtype: str, tmp_path: Path) -> None:
+def test_pages_that_are_channels_are_bands(
+    writer: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pixels = planes(3, dtype=dtype)
     path = write(tmp_path / "a.tif", pixels, **CHANNELS[writer])
     stored = pixels_of(path)
@@ -57,7 +59,8 @@ def test_pages_that_are_channels_are_bands(writer: str, dtype: str, tmp_path: Pa
     np.testing.assert_array_equal(read_image(path, PixelFormat((3, 1), dtype)), pixels[[2, 0]].transpose(1, 2, 0))
     with pytest.raises(DataError, match=r"data.bands: \[1, 2, 3\]"):
         read_image(path, RGB8)
-    windows = image_windows(path, PixelFormat((1, 2, 3), dtype), least_px=1)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
+    windows = image_windows(path, PixelFormat((1, 2, 3), dtype))
     assert windows is not None
     np.testing.assert_array_equal(windows[5:20, 7:30], pixels[:, 5:20, 7:30].transpose(1, 2, 0))
 
@@ -89,18 +92,6 @@ def test_other_pages_are_refused_by_every_reader(
             check_pairs([ImagePair(path, mask, "a")], format)
     with pytest.raises(DataError, match=match):
         measure_pixels([path])
-
-
-def test_smaller_copies_are_no_pages(tmp_path: Path) -> None:
-    pixels = planes(dtype="uint8")
-    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
-        file.write(pixels, photometric="minisblack", metadata=None)
-        file.write(pixels[::2, ::2], photometric="minisblack", metadata=None)  # not marked
-        file.write(pixels, subfiletype=1, photometric="minisblack", metadata=None)
-    tags = tiff_tags(tmp_path / "a.tif")
-    assert tags is not None
-    assert (tags.pages, tags.axes) == ((1,), "")
-    np.testing.assert_array_equal(read_image(tmp_path / "a.tif")[..., 0], pixels)
 
 
 def test_one_plane_of_a_series_of_files_is_an_image(tmp_path: Path) -> None:

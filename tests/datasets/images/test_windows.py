@@ -20,10 +20,19 @@ from segapp.datasets.images import windows as windows_module
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels, Range
 from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import _spread_pixels, image_windows, mask_blocks, mask_windows, measure_ranges
+from segapp.datasets.images.windows import (
+    Windows,
+    _spread_pixels,
+    image_windows,
+    mask_blocks,
+    mask_windows,
+    measure_ranges,
+    places_of,
+)
 from segapp.datasets.inspection import SplitReport, check_ranges, examine
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import UnknownIdsError, read_mask
+from segapp.datasets.sampling import SampleKey
 from segapp.errors import DataError
 
 rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
@@ -35,9 +44,9 @@ SCHEME = class_scheme("folder", classes=["a", "b", "c"])
 @pytest.fixture(autouse=True)
 def every_tiff_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows and blocks of rows are for images of megapixels: these limits are constants that no option sets."""
-    for name, value in {"LARGE_PX": 1, "_BLOCK_ROWS": 47, "_BLOCK_PX": 1}.items():
+    for name, value in {"_BLOCK_ROWS": 47, "_BLOCK_PX": 1}.items():
         monkeypatch.setattr(windows_module, name, value)
-    monkeypatch.setattr("segapp.datasets.dataset.LARGE_PX", 1)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
 
 
 def write_pair(folder: Path, num_bands: int, dtype: str, **options: Any) -> ImagePair:
@@ -65,7 +74,7 @@ def test_windows_hold_the_pixels_of_the_whole(
 ) -> None:
     pair = write_pair(tmp_path, num_bands, dtype, **options)
     pixels = RGB8 if dtype == "uint8" else PixelFormat(tuple(range(5, 0, -1)), dtype)
-    image = image_windows(pair.image, pixels, 1)
+    image = image_windows(pair.image, pixels)
     assert image is not None
     whole = read_image(pair.image, pixels)
     assert (image.shape, image.dtype) == (whole.shape, whole.dtype)
@@ -100,6 +109,64 @@ def test_samples_from_windows_equal_those_from_whole_images(tmp_path: Path) -> N
     for epoch in range(5):
         assert torch.equal(in_windows[(epoch, 0)].image, whole[(epoch, 0)].image)
         assert torch.equal(in_windows[(epoch, 0)].target, whole[(epoch, 0)].target)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+@pytest.mark.parametrize("in_windows", [True, False])
+def test_places_of_a_value_are_all_its_pixels_found_in_one_cell(in_windows: bool, dtype: type) -> None:
+    stored = np.random.default_rng(0).choice([0, 3, 9], SIZE, p=[0.5, 0.4999, 0.0001]).astype(dtype)
+    stored[150:, :100], stored[202, 316] = 0, 9  # cells without the value 3; the last pixel
+    reads: list[tuple[int, int]] = []
+
+    def read(window: Window) -> Pixels:
+        reads.append(stored[window].shape)
+        return stored[window]
+
+    mask = Windows(SIZE, stored.dtype, read) if in_windows else stored
+    for value in (0, 3, 9, 5):
+        found = places_of(mask, value)
+        del reads[:]
+        assert sorted(found[at] for at in range(len(found))) == np.flatnonzero(stored == value).tolist()
+        assert max(reads, default=(0, 0)) <= (47, 47)
+        assert not in_windows or len(reads) == len(found)
+
+
+def test_aimed_crops_of_a_large_image_read_their_window_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, the image is read too if it declares nodata: a pixel without data has no class."""
+    rng, reads = np.random.default_rng(0), list[tuple[str, int]]()
+    image = rng.integers(1, 200, (*SIZE, 3), np.uint8)
+    ids = (rng.random(SIZE) < 0.2).astype(np.uint8)
+    ids[:100, 0], ids[5, 7] = 2, 2
+    image[:100, 0] = 0  # of 101 pixels of the class, one has data
+    pairs = []
+    for name in ("plain", "with nodata"):
+        tags = [(42113, "s", 0, "0", True)] * (name == "with nodata")
+        tifffile.imwrite(tmp_path / f"{name}.tif", image, photometric="rgb", tile=(64, 64), extratags=tags)
+        tifffile.imwrite(tmp_path / f"{name}_m.tif", ids, tile=(64, 64))
+        pairs.append(ImagePair(tmp_path / f"{name}.tif", tmp_path / f"{name}_m.tif", name))
+
+    def counted(path: Path, bands: Sequence[int], window: Window | None = None) -> Pixels:
+        found = read_bands(path, bands, window)
+        reads.append((path.name, found.shape[0] * found.shape[1]))
+        return found
+
+    for module in ("images.windows", "images.reading", "masks"):
+        monkeypatch.setattr(f"segapp.datasets.{module}.read_bands", counted)
+    transform = TrainTransform((20, 30), [{"ScaledCrop": {"scale": [1, 1], "cat_max_ratio": 1}}])
+    dataset = SegmentationDataset(pairs, SCHEME, transform, seed=3)
+    for index, name in ((0, "plain.tif"), (1, "with nodata.tif")):
+        for epoch in range(9):
+            del reads[:]
+            target = dataset[SampleKey(epoch, index, 0, 2)].target
+            assert (target == 2).any()
+            of_image = [num_px for path, num_px in reads if path == name]
+            of_mask = [num_px for path, num_px in reads if path != name]
+            if epoch:
+                assert max(of_mask) <= 47 * 47
+                assert set(of_image) <= {20 * 30, 47 * 47, 47 * 35, 15 * 47, 15 * 35}
+                assert name != "plain.tif" or of_image == [20 * 30]
+            else:
+                assert sum(of_mask) < SIZE[0] * SIZE[1] + 2 * 47 * 47
 
 
 def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
@@ -169,7 +236,7 @@ def test_rotated_and_palette_tiffs_are_read_whole(tmp_path: Path) -> None:
     with rasterio.open(tmp_path / "scaled.tif", "w", **profile, transform=rasterio.Affine.scale(2)) as file:
         file.write(np.arange(144, dtype=np.uint8).reshape(1, 9, 16) % 16)  # shown as grays from 0 to 255
     for name in ("rotated", "palette", "scaled"):
-        assert image_windows(tmp_path / f"{name}.tif", RGB8, 1) is None
+        assert image_windows(tmp_path / f"{name}.tif", RGB8) is None
 
 
 def test_images_beyond_the_pixel_limit_are_allowed_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +256,7 @@ def test_damaged_tile_names_the_file(tmp_path: Path) -> None:
         start = file.pages[0].dataoffsets[0]  # type: ignore[union-attr]
     content[start : start + 400] = bytes(400)
     pair.image.write_bytes(bytes(content))
-    image = image_windows(pair.image, PixelFormat((1, 2), "uint16"), 1)
+    image = image_windows(pair.image, PixelFormat((1, 2), "uint16"))
     assert image is not None
     with pytest.raises(DataError, match=r"image\.tif: cannot be decoded"):
         image[0:10, 0:10]
@@ -227,5 +294,5 @@ def test_check_in_blocks_reports_what_the_whole_does(
 
     in_blocks = reports()
     assert any(finding.kind == "leak" for finding in in_blocks[0][1].findings)
-    monkeypatch.setattr(windows_module, "LARGE_PX", 10**9)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 10**9)
     assert reports() == in_blocks
