@@ -91,7 +91,7 @@ def _read_window(path: Path, tags: TiffTags, pixels: PixelFormat, result: int, w
 
 
 @dataclass(frozen=True)
-class _Places(Sequence[int]):
+class _Places:
     """The pixels of a value in a large mask, cell by cell; one is found by reading its cell only."""
 
     mask: Windows
@@ -101,7 +101,7 @@ class _Places(Sequence[int]):
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def __getitem__(self, at: Any) -> Any:
+    def __getitem__(self, at: int) -> int:
         cell = int(np.searchsorted(self.ends, at, side="right"))
         of_cell, first = _cells(self.mask.shape)[cell], int(self.ends[cell - 1]) if cell else 0
         values = self.mask[of_cell]
@@ -109,7 +109,7 @@ class _Places(Sequence[int]):
         return (of_cell[0].start + y) * self.mask.shape[1] + of_cell[1].start + x
 
 
-def places_of(mask: Pixels | Windows, value: int) -> Sequence[int]:
+def places_of(mask: Pixels | Windows, value: int) -> NDArray[np.intp] | _Places:
     """Return the pixels of a mask (H, W) that have a value, each as row * W + column.
 
     In a large mask they are in the order of its cells, 512 x 512 pixels each, whether it is in memory or in windows. Of

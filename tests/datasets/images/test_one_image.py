@@ -21,6 +21,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images import windows as windows_module
 from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import measure_pixels
 from segapp.datasets.inspection import examine
 from segapp.datasets.layouts.formats import class_scheme
@@ -41,9 +42,10 @@ SEVERAL = np.s_[[0, 0, 0]]
 
 
 def gdal(path: Path, pixels: np.ndarray, *, mask: bool = False, overviews: bool = False, **options: Any) -> None:
-    profile = {"driver": "GTiff", "height": SIZE[0], "width": SIZE[1], "count": 1, "dtype": pixels.dtype, **options}
-    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True), rasterio.open(path, "w", **profile) as file:
-        file.write(pixels, 1)
+    planes = pixels if pixels.ndim == 3 else pixels[None]
+    profile = {"driver": "GTiff", "height": SIZE[0], "width": SIZE[1], "count": len(planes), "dtype": pixels.dtype}
+    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True), rasterio.open(path, "w", **profile, **options) as file:
+        file.write(planes)
         if mask:
             file.write_mask(pixels % 2 == 0)
     if overviews:
@@ -185,6 +187,14 @@ def test_every_reader_means_the_same_image(
         assert all("mask.tif: no readable image" in said for said in verdicts.values()), verdicts
     else:
         assert not any(verdicts.values()), verdicts
+
+
+def test_large_picture_has_one_decoder_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LERC, which OpenCV and Pillow do not decode: a cache may not refuse what windows read."""
+    pixels = np.random.default_rng(3).integers(0, 256, (3, *SIZE), np.uint8)
+    gdal(tmp_path / "image.tif", pixels, compress="lerc", photometric="rgb")
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
+    np.testing.assert_array_equal(read_image(tmp_path / "image.tif"), np.moveaxis(pixels, 0, -1))
 
 
 @pytest.mark.parametrize("large_px", [1, 10**9])

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from segapp.datasets.augment import TrainTransform
+from segapp.datasets.cache import PixelCache, memory_files
 from segapp.datasets.dataset import SegmentationDataset, TensorOnDisk
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
@@ -244,6 +245,10 @@ def test_images_beyond_the_pixel_limit_are_allowed_in_windows(tmp_path: Path, mo
     monkeypatch.setattr("segapp.datasets.files.MAX_PIXELS", 1000)
     assert check_pairs([pair]) == (SIZE,)
     assert read_image(pair.image, max_pixels=1000).shape == (*SIZE, 3)
+    for most_px, is_large in ((1000, True), (SIZE[0] * SIZE[1], False)):  # a smaller one is decoded once, for the cache
+        monkeypatch.setattr("segapp.datasets.dataset.MAX_PIXELS", most_px)
+        cache = PixelCache(memory_files(), [pair], [SIZE], SCHEME.dtype)
+        assert SegmentationDataset([pair], SCHEME, cache=cache).is_large(0) is is_large
     monkeypatch.setitem(sys.modules, "rasterio", None)  # as if it were not installed
     with pytest.raises(DataError, match="at most 1000 pixels are read"):
         read_image(pair.image, max_pixels=1000)
