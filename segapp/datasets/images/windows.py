@@ -106,7 +106,7 @@ class _Places:
         of_cell, first = _cells(self.mask.shape)[cell], int(self.ends[cell - 1]) if cell else 0
         values = self.mask[of_cell]
         y, x = divmod(int(np.flatnonzero(values == self.value)[at - first]), values.shape[1])
-        return (of_cell[0].start + y) * self.mask.shape[1] + of_cell[1].start + x
+        return int((of_cell[0].start + y) * self.mask.shape[1] + of_cell[1].start + x)
 
 
 def places_of(mask: Pixels | Windows, value: int) -> NDArray[np.intp] | _Places:
