@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import platform
 import sys
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -175,33 +173,6 @@ def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.dev
         return False
     convolutions = [part.weight for part in model.modules() if isinstance(part, (nn.Conv2d, nn.ConvTranspose2d))]
     return 2 * sum(weight.numel() for weight in convolutions) >= sum(p.numel() for p in model.parameters())
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of mallopt(3). The mmap threshold cannot be raised beyond 32 MiB, but mmap can be disabled entirely."""
-_TRIM_THRESHOLD, _MMAP_MAX = 128 << 10, 65536
-"""Their defaults."""
-
-
-@contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Make glibc's malloc keep freed memory in the body, in this process and in processes forked from it.
-
-    glibc maps every large block and unmaps it when it is freed, so every activation of every step costs page faults:
-    over a third of the time of an LR-ASPP step on two cores. With this setting the process keeps its memory; its peak
-    grows by the fragmentation (1 to 10 % measured). It needs glibc; otherwise, nothing changes.
-    """
-    libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-    if libc is not None:
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)
-    try:
-        yield
-    finally:
-        if libc is not None:
-            libc.mallopt(_M_MMAP_MAX, _MMAP_MAX)
-            libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
-            libc.malloc_trim(0)
 
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"

@@ -290,12 +290,12 @@ def _judge(
 ) -> Iterator[JudgedImage]:
     """Yield the judgment of each mask, and add the pixels to the counts."""
     predictor = predictor_of(trained)
-    workspace = plan_workspace(predictor)
+    workspace = plan_workspace(predictor, "probabilities")
     ignored = trained.scheme.ignore_index
     for index in places:
         image, target = dataset.read(index)
         parts = []
-        for strip in predict_strips(predictor, image, workspace, with_probabilities=True):
+        for strip in predict_strips(predictor, image, workspace, wanted="probabilities"):
             assert strip.probabilities is not None
             quality = label_quality(strip.probabilities, target[strip.rows], ignored)
             parts.append((strip.labels, quality, strip.probabilities.max(0)))

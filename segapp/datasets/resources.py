@@ -1,7 +1,9 @@
 """Memory and processors that this process may use, within the limits of its control group; reader threads."""
 
 import contextlib
+import ctypes
 import os
+import platform
 import shutil
 import threading
 import time
@@ -172,3 +174,37 @@ def _in_threads(
         except BaseException:
             pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for all files
             raise
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of mallopt(3). The mmap threshold cannot be raised beyond 32 MiB, but mmap can be disabled entirely."""
+_TRIM_THRESHOLD, _MMAP_MAX = 128 << 10, 65536
+"""Their defaults."""
+_keeping, _num_keeping = threading.Lock(), 0
+"""Number of bodies of `freed_memory_kept` that run now, such as an evaluation within a training."""
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Make glibc's malloc keep freed memory in the body, in this process and in processes forked from it.
+
+    glibc maps every large block and unmaps it when it is freed, so every activation of every step costs page faults:
+    over a third of the time of an LR-ASPP step on two cores. With this setting the process keeps its memory; its peak
+    grows by the fragmentation (1 to 10 % measured). It needs glibc; otherwise, nothing changes.
+    """
+    global _num_keeping
+    libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+    with _keeping:
+        _num_keeping += 1
+        if libc is not None and _num_keeping == 1:
+            libc.mallopt(_M_MMAP_MAX, 0)
+            libc.mallopt(_M_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        with _keeping:
+            _num_keeping -= 1
+            if libc is not None and _num_keeping == 0:
+                libc.mallopt(_M_MMAP_MAX, _MMAP_MAX)
+                libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+                libc.malloc_trim(0)

@@ -157,12 +157,16 @@ class ImageTile:
         )
 
 
-def tile_frame(size: tuple[int, int], max_px: int) -> tuple[int, int]:
-    """Return height and width of a tile, margins included; the image's height and width if it fits."""
+def tile_frame(size: tuple[int, int], max_px: int, max_height: int | None = None) -> tuple[int, int]:
+    """Return height and width of a tile, margins included; the image's height and width if it fits.
+
+    `max_height` limits the height of the tiles of an image that does not fit.
+    """
     if size[0] * size[1] <= max_px:
         return size
     side = max(MIN_SIDE_PX, math.isqrt(max_px) // 64 * 64)
-    height = _even_frame(size[0], min(size[0], side))
+    highest = max(MIN_SIDE_PX, min(side, max_height or side) // 64 * 64)
+    height = _even_frame(size[0], min(size[0], highest))
     return height, _even_frame(size[1], min(size[1], max(side, max_px // height // 64 * 64)))
 
 

@@ -21,7 +21,7 @@ import torch
 from segapp import __version__
 from segapp.accelerator import GPUS, gpu_of
 from segapp.assembly.data import data_timeout_s
-from segapp.assembly.devices import DevicePlan, freed_memory_kept, plan_devices
+from segapp.assembly.devices import DevicePlan, plan_devices
 from segapp.assembly.network import with_weights_defaults
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.assembly.pairs import build_scheme, check_monitor, count_images, split_names
@@ -34,6 +34,7 @@ from segapp.checkpoint.training_state import (
 from segapp.config import RunConfig, component_names, dump_config
 from segapp.config.trust import unnamed_trackers
 from segapp.custom.trust import accepted_sources, using_copies
+from segapp.datasets.resources import freed_memory_kept
 from segapp.errors import (
     CheckpointError,
     ConfigError,

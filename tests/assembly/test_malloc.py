@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import resource, sys, torch
 if sys.argv[1] == "kept":
-    from segapp.assembly.devices import freed_memory_kept
+    from segapp.datasets.resources import freed_memory_kept
     context = freed_memory_kept()
     context.__enter__()
 for step in range(20):

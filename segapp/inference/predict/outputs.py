@@ -28,7 +28,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, accepted_words, cannot_be_written
 from segapp.inference.drawing import blend, colorize
 from segapp.inference.predict.polygons import CocoFile, PolygonPlan, encode_vectors
-from segapp.inference.predict.predictor import Strip
+from segapp.inference.predict.predictor import Strip, Wanted
 from segapp.inference.predict.reading import SAVED, Picture, Saved
 from segapp.run.files import open_new, remove_quietly, unfinished_path
 
@@ -36,6 +36,8 @@ PROBABILITY_SCALE = 65_535
 """Stored value of probability 1."""
 CONFIDENCE_SCALE = 255
 """Stored value of confidence 1."""
+WRITTEN_PX = 2**22
+"""Pixels that are converted for the files at the same time, each of up to 30 bytes."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ class OutputPlan:
     polygons: PolygonPlan | None = None
 
     @property
-    def needs_probabilities(self) -> bool:
-        """True if an output cannot be made from only the class ids."""
-        return not {"confidence", "probabilities"}.isdisjoint(self.kinds)
+    def wanted(self) -> Wanted:
+        """What the outputs need besides the class ids."""
+        needed: tuple[Wanted, ...] = ("probabilities", "confidence")
+        return next((kind for kind in needed if kind in self.kinds), "labels")
 
     def notes(self, picture: Picture) -> list[str]:
         """Return sentences about the results of an image, and what they do not tell."""
@@ -66,6 +69,8 @@ class OutputPlan:
 
 def confidence(strip: Strip) -> NDArray[np.float32]:
     """Return the probability of the most likely class, (R, W)."""
+    if strip.confidence is not None:
+        return strip.confidence
     assert strip.probabilities is not None
     return np.asarray(strip.probabilities.max(0), np.float32)
 
@@ -122,8 +127,9 @@ class ImageOutputs:
         if self._picture.missing is not None:
             hidden = in_all_bands(self._picture.missing[strip.rows])
             strip, self.hidden_px = replace(strip, hidden=hidden), self.hidden_px + int(np.count_nonzero(hidden))
-        for writer in self._writers:
-            writer.add(strip)
+        for part in strip.divided(WRITTEN_PX):
+            for writer in self._writers:
+                writer.add(part)
         if self._coco is not None:
             self._rows.append(labels_of_data(strip, self._plan.scheme))
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,11 @@ from segapp.accelerator import accelerator_of, gpu_of
 from segapp.datasets.files import ImagePair, read_header
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.inspection import check_ranges
-from segapp.datasets.resources import ThreadPool
+from segapp.datasets.resources import ThreadPool, freed_memory_kept
 from segapp.errors import DataError, some_names
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.polygons import CocoFile
-from segapp.inference.predict.predictor import Predictor, Strip, likeliest, plan_workspace, predict_strips
+from segapp.inference.predict.predictor import Predictor, Strip, kept_of, plan_workspace, predict_strips
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Picture, read_picture
 from segapp.inference.workspace import Workspace
 from segapp.memory.oom import is_out_of_memory
@@ -38,8 +38,8 @@ from segapp.waiting import lines_while
 
 NUM_THREADS = 2
 """Of those that decode, and of those that encode."""
-MAX_WAITING_PX = 32 << 20
-"""Maximum number of pixels that are decoded ahead, and of pixels waiting to be written."""
+MAX_WAITING_BYTES = 2**27
+"""Maximum number of bytes of images that are decoded ahead, and of images and predictions waiting to be written."""
 MAX_BATCH = 16
 
 Item = TypeVar("Item")
@@ -80,7 +80,7 @@ def predict_files(
         StorageError: an output cannot be written.
         OutOfMemoryError: not even a block of the smallest size fits.
     """
-    workspace = workspace or plan_workspace(predictor)
+    workspace = workspace or plan_workspace(predictor, plan.wanted)
     job = _Job(predictor, plan, workspace, batch or (1 if gpu_of(predictor.device) is None else MAX_BATCH), progress)
     pairs = [ImagePair(file.path, None, file.name) for file in files]
     for pixels in dict.fromkeys(each.pixels for each in getattr(predictor, "members", [predictor])):
@@ -92,7 +92,8 @@ def predict_files(
         remove_dead_temporaries(folder, is_recursive=True)
     if plan.polygons is not None and plan.polygons.format == "coco":
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
-    with _large_pictures_allowed():
+    keeping = nullcontext() if gpu_of(predictor.device) else freed_memory_kept()
+    with _large_pictures_allowed(), keeping:
         job.predict_images(files)
     job.tally.notes += [f"{some_names(names)}: {note}" for note, names in job.notes.items()]
     if shares := job.nodata_shares:
@@ -129,7 +130,8 @@ class _Job:
 
     def predict_images(self, files: Sequence[InputFile]) -> None:
         """Predict images; the outputs are written in threads."""
-        calls = ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files)
+        pixels = self.predictor.pixels
+        calls = ((_decoded_bytes(file, pixels), partial(_read_or_problem, file, pixels)) for file in files)
         with (
             closing(ahead(calls, NUM_THREADS)) as read,
             closing(ahead(self._writes(self._readable(read)), NUM_THREADS)) as written,
@@ -141,7 +143,8 @@ class _Job:
         for pictures in self._batches(found):
             for picture, strips in self._predicted(pictures):
                 if isinstance(strips, list):
-                    yield picture.num_px, partial(self._write, picture, strips)
+                    num_bytes = getattr(picture.pixels, "nbytes", 0) + sum(strip.num_bytes for strip in strips)
+                    yield num_bytes, partial(self._write, picture, strips)
                 else:  # larger than the workspace: written while it is predicted
                     self._write_tiles(picture, strips)
             self.count(len(pictures))
@@ -197,17 +200,16 @@ class _Job:
             self.share = share
 
         self.share = 0.0
-        wanted = self.plan.needs_probabilities
-        return predict_strips(self.predictor, picture.pixels, self.workspace, with_probabilities=wanted, on_tile=count)
+        wanted = self.plan.wanted
+        return predict_strips(self.predictor, picture.pixels, self.workspace, wanted=wanted, on_tile=count)
 
     def _together(self, pictures: list[Picture]) -> list[list[Strip]]:
         images = np.stack([picture.pixels for picture in pictures])
         rows = slice(0, images.shape[1])
-        if not self.plan.needs_probabilities:
+        if self.plan.wanted == "labels":
             return [[Strip(rows, labels)] for labels in self.predictor.labels(images)]
         found = self.predictor.probabilities(images)
-        labels = likeliest(found, self.predictor.threshold)
-        return [[Strip(rows, *each)] for each in zip(labels, found, strict=True)]
+        return [[Strip(rows, **kept_of(each, self.predictor.threshold, self.plan.wanted))] for each in found]
 
     def _write(self, picture: Picture, strips: Iterable[Strip]) -> None:
         with ImageOutputs(self.plan, picture, self.coco) as outputs:
@@ -245,17 +247,17 @@ def _read_or_problem(file: InputFile, pixels: PixelFormat) -> Picture | str:
         return str(error)
 
 
-def _file_px(file: InputFile) -> int:
-    """Return the number of pixels from the header; 0 if it cannot be read, which is reported when decoding."""
+def _decoded_bytes(file: InputFile, pixels: PixelFormat) -> int:
+    """Return the size of the image, from the header; 0 if it cannot be read, which is reported when decoding."""
     try:
         header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
     except DataError:
         return 0
-    return header.height_px * header.width_px
+    return header.height_px * header.width_px * pixels.num_bands * pixels.numpy_dtype.itemsize
 
 
 def ahead(
-    calls: Iterable[tuple[int, Callable[[], Item]]], num_threads: int, limit: int = MAX_WAITING_PX
+    calls: Iterable[tuple[int, Callable[[], Item]]], num_threads: int, limit: int = MAX_WAITING_BYTES
 ) -> Generator[Item, None, None]:
     """Yield the results of calls in order, computed in threads, while the caller makes the next calls.
 

@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -196,8 +196,8 @@ DEVICE_SHARE = 0.8
 """Share of a GPU's free memory that is used."""
 
 
-def plan_workspace(predictor: Predictor) -> Workspace:
-    """Return the workspace, from the free memory and the memory that the network needs per pixel.
+def plan_workspace(predictor: Predictor, wanted: Wanted = "labels") -> Workspace:
+    """Return the workspace, from the free memory and the memory that a prediction needs per pixel.
 
     It has no limit if the network sees images of any size at one size.
     """
@@ -206,7 +206,9 @@ def plan_workspace(predictor: Predictor) -> Workspace:
     budget = float(host_budget())
     if gpu := gpu_of(predictor.device):
         budget = DEVICE_SHARE * gpu.free_and_total_bytes(predictor.device)[0]
-    return Workspace(pixels_within(budget, _bytes_per_px(predictor)))
+    # Probabilities at full resolution, and the scores that they are computed from; labels need a few rows of them.
+    more = 0 if wanted == "labels" else 2 * 4 * predictor.scheme.num_classes
+    return Workspace(pixels_within(budget, _bytes_per_px(predictor) + more))
 
 
 def _bytes_per_px(predictor: Predictor) -> float:
@@ -218,14 +220,41 @@ def _bytes_per_px(predictor: Predictor) -> float:
     return max(peaks) + 2 * 4 * predictor.scheme.num_classes
 
 
+Wanted = Literal["labels", "confidence", "probabilities"]
+"""What is kept of a prediction besides the labels: nothing, the largest probability, or all of them."""
+
+STRIP_BYTES = 2**28
+"""Limit of what is kept of a strip besides its labels, if an image is predicted in tiles."""
+
+
 @dataclass(frozen=True)
 class Strip:
-    """Rows of a prediction over the whole width: class ids (R, W) and, if requested, probabilities (C, R, W)."""
+    """Rows of a prediction over the whole width: class ids (R, W) and, if requested, one of the other two."""
 
     rows: slice
     labels: NDArray[Any]
-    probabilities: NDArray[Any] | None = None
+    confidence: NDArray[np.float32] | None = None  # (R, W)
+    probabilities: NDArray[np.float32] | None = None  # (C, R, W)
     hidden: NDArray[np.bool_] | None = None  # pixels of a GeoTIFF that are nodata in all bands, (R, W)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in vars(self).values() if isinstance(each, np.ndarray))
+
+    def divided(self, max_px: int) -> Iterator[Strip]:
+        """Yield the rows in strips of at most this number of pixels, or of one row."""
+        step = max(1, max_px // self.labels.shape[1])
+        for first in range(0, len(self.labels), step):
+            rows = slice(self.rows.start + first, min(self.rows.start + first + step, self.rows.stop))
+            arrays = {name: values for name, values in vars(self).items() if isinstance(values, np.ndarray)}
+            parts: dict[str, Any] = {name: values[..., first : first + step, :] for name, values in arrays.items()}
+            yield Strip(rows, **parts)
+
+
+def kept_of(probabilities: NDArray[np.float32], threshold: float | None, wanted: Wanted) -> dict[str, NDArray[Any]]:
+    """Return what is kept of probabilities (C, R, W), by the field of a `Strip`."""
+    kept = {"labels": likeliest(probabilities[None], threshold)[0]}
+    return kept | {wanted: probabilities.max(0) if wanted == "confidence" else probabilities}
 
 
 def predict_strips(
@@ -233,7 +262,7 @@ def predict_strips(
     image: NDArray[Any],
     workspace: Workspace,
     *,
-    with_probabilities: bool = False,
+    wanted: Wanted = "labels",
     on_tile: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Strip]:
     """Yield the prediction of an image (H, W, B) from top to bottom, in strips that fit into the workspace.
@@ -242,24 +271,30 @@ def predict_strips(
     image that is predicted, 0 to 1.
     """
     height, width = image.shape[:2]
+    num_kept = {"labels": 0, "confidence": 1, "probabilities": predictor.scheme.num_classes}[wanted]
+    max_height = STRIP_BYTES // (4 * num_kept * width) if num_kept else height
     done = 0
     while done < height:
-        frame = tile_frame((height, width), workspace.max_px)
+        frame = tile_frame((height, width), workspace.max_px, max_height)
         top, core, last = next(rows for rows in tile_cores(height, frame[0]) if rows[2] > done)
         first = max(core, done)
-        labels, probabilities = [], []
+        kept = dict[str, NDArray[Any]]()
         try:
             for left, start, stop in tile_cores(width, frame[1]):
                 tile = image[top : top + frame[0], left : left + frame[1]]
                 inner = slice(first - top, last - top), slice(start - left, stop - left)
-                if with_probabilities:
-                    values = predictor.probabilities(tile[None])[0][:, *inner]
-                    probabilities.append(values)
-                    labels.append(likeliest(values[None], predictor.threshold)[0])
+                if wanted == "labels":
+                    found = {"labels": predictor.labels(tile[None])[0][inner]}
                 else:
-                    labels.append(predictor.labels(tile[None])[0][inner])
+                    found = kept_of(predictor.probabilities(tile[None])[0][:, *inner], predictor.threshold, wanted)
+                for name, values in found.items():
+                    if stop - start == width:
+                        kept[name] = values
+                    else:
+                        rows = kept.setdefault(name, np.empty((*values.shape[:-1], width), values.dtype))
+                        rows[..., start:stop] = values
                 on_tile((first * width + (last - first) * stop) / (height * width))
-            yield Strip(slice(first, last), _joined(labels), _joined(probabilities) if with_probabilities else None)
+            yield Strip(slice(first, last), **kept)
         except Exception as error:
             if predictor.needs_whole or not is_out_of_memory(error):
                 raise
@@ -267,7 +302,3 @@ def predict_strips(
             workspace.halve()
             continue
         done = last
-
-
-def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
