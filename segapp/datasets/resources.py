@@ -185,17 +185,19 @@ _keeping, _num_keeping = threading.Lock(), 0
 
 
 @contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
+def freed_memory_kept(on_cpu: bool) -> Iterator[None]:
     """Make glibc's malloc keep freed memory in the body, in this process and in processes forked from it.
+
+    Nothing changes if the body does not compute on the CPU.
 
     glibc maps every large block and unmaps it when it is freed, so every activation of every step costs page faults:
     over a third of the time of an LR-ASPP step on two cores. With this setting the process keeps its memory; its peak
     grows by the fragmentation (1 to 10 % measured). It needs glibc; otherwise, nothing changes.
     """
     global _num_keeping
-    libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+    libc = ctypes.CDLL(None) if on_cpu and platform.libc_ver()[0] == "glibc" else None
     with _keeping:
-        _num_keeping += 1
+        _num_keeping += on_cpu
         if libc is not None and _num_keeping == 1:
             libc.mallopt(_M_MMAP_MAX, 0)
             libc.mallopt(_M_TRIM_THRESHOLD, -1)
@@ -203,7 +205,7 @@ def freed_memory_kept() -> Iterator[None]:
         yield
     finally:
         with _keeping:
-            _num_keeping -= 1
+            _num_keeping -= on_cpu
             if libc is not None and _num_keeping == 0:
                 libc.mallopt(_M_MMAP_MAX, _MMAP_MAX)
                 libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)

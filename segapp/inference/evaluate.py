@@ -28,6 +28,7 @@ from segapp.datasets.dataset import LargeBatch, TensorOnDisk
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import padded
+from segapp.datasets.resources import freed_memory_kept
 from segapp.errors import OutOfMemoryError
 from segapp.failpoints import failpoint
 from segapp.inference.predict.predictor import EnsemblePredictor, plan_workspace, predict_strips
@@ -232,7 +233,8 @@ def evaluate(
     try:
         counters = [counter(model, settings)]
         counters += [counter(copy_to(model, device), settings.on(device)) for device in settings.other_devices]
-        with without_cudnn_benchmark(), spread_over(counters) as add:
+        on_cpu = settings.device.type == "cpu"
+        with freed_memory_kept(on_cpu), without_cudnn_benchmark(), spread_over(counters) as add:
             for batch in batches:
                 failpoint("eval.batch")
                 check()

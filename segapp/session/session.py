@@ -107,7 +107,7 @@ def run_session(
             try:
                 _check_before_start(request)
                 with (
-                    freed_memory_kept() if own_devices.devices[0].type == "cpu" else contextlib.nullcontext(),
+                    freed_memory_kept(own_devices.devices[0].type == "cpu"),
                     lines_while(lambda: "" if stage.has_stepped() else f"still starting{others}"),
                     _opened_folder(request, own_devices, ranks) as folder,
                     _reported(folder, request, own_devices, ranks, peers, signals, listener, stage) as context,

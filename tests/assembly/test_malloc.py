@@ -10,8 +10,10 @@ SCRIPT = """
 import resource, sys, torch
 if sys.argv[1] == "kept":
     from segapp.datasets.resources import freed_memory_kept
-    context = freed_memory_kept()
+    context = freed_memory_kept(True)
     context.__enter__()
+    with freed_memory_kept(True), freed_memory_kept(False):
+        pass  # an evaluation within a training, which goes on
 for step in range(20):
     if step == 5:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

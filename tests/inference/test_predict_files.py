@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cv2
 import hypothesis
@@ -30,7 +30,7 @@ from segapp.inference.predict.outputs import PROBABILITY_SCALE, OutputPlan, PngW
 from segapp.inference.predict.pipeline import ahead, predict_files
 from segapp.inference.predict.polygons import PolygonPlan
 from segapp.inference.predict.predictor import predict_strips
-from segapp.inference.predict.reading import Saved, find_images, read_picture
+from segapp.inference.predict.reading import SAVED, Saved, find_images, read_picture
 from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
@@ -460,3 +460,37 @@ def test_place_that_results_cannot_tell_is_said(tmp_path: Path) -> None:
         "plain, points: without a georeference, polygons are in columns and rows of pixels",
         "points: control points are not copied to the results: gdalwarp makes an image with a transform",
     ]
+
+
+@pytest.mark.parametrize("size", [(3000, 700), (700, 3000)], ids=["high", "wide"])
+@pytest.mark.parametrize("num_classes", [3, 20])
+@pytest.mark.parametrize("kinds", [["labels"], ["overlay"], ["confidence"], ["probabilities"], [*SAVED]], ids="+".join)
+def test_memory_beside_a_picture_is_bounded(
+    kinds: list[Saved], num_classes: int, size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Constants, whatever the width, the classes and the files: docs/tasks/predict.md."""
+    constants = {"predictor.STRIP_BYTES": 2**20, "outputs.WRITTEN_PX": 2**15, "pipeline.MAX_WAITING_BYTES": 2**20}
+    for name, value in constants.items():
+        monkeypatch.setattr(f"segapp.inference.predict.{name}", value)
+    names = tuple(f"class {number}" for number in range(num_classes))
+    colors = tuple((number, 2 * number, 3 * number) for number in range(num_classes))
+
+    class Many(Blur):
+        def probabilities(self, images: np.ndarray) -> np.ndarray:
+            few = super().probabilities(images)
+            return np.concatenate([few, np.zeros((len(few), num_classes - 3, *few.shape[2:]), np.float32)], axis=1)
+
+    predictor = Many()
+    predictor.scheme = ClassScheme(names, colors, {number: number for number in range(num_classes)})
+    cv2.imwrite(str(tmp_path / "a.png"), photo(*size))
+    plan = OutputPlan(tmp_path / "out", predictor.scheme, tuple(kinds))
+    tracemalloc.start()
+    predict_files(cast(Any, predictor), find_images([tmp_path / "a.png"])[0], plan, workspace=Workspace(MIN_SIDE_PX**2))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    tile_bytes = MIN_SIDE_PX**2 * (2 * 4 * num_classes + 60)  # what the predictor itself makes
+    kept = num_classes if "probabilities" in kinds else 1 if "confidence" in kinds else 0
+    strip_bytes = max(MIN_SIDE_PX * size[1] * (4 * kept + 1), 2**20)  # tiles cannot be lower
+    written_bytes = max(30 * 2**15, 16 * size[1] * num_classes * 12 if "probabilities" in kinds else 0)
+    num_px = size[0] * size[1]
+    assert peak_bytes < max(6 * num_px, 3 * num_px + tile_bytes + strip_bytes + written_bytes) + 2 * 2**20

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,8 +92,7 @@ def predict_files(
         remove_dead_temporaries(folder, is_recursive=True)
     if plan.polygons is not None and plan.polygons.format == "coco":
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)
-    keeping = nullcontext() if gpu_of(predictor.device) else freed_memory_kept()
-    with _large_pictures_allowed(), keeping:
+    with _large_pictures_allowed(), freed_memory_kept(predictor.device.type == "cpu"):
         job.predict_images(files)
     job.tally.notes += [f"{some_names(names)}: {note}" for note, names in job.notes.items()]
     if shares := job.nodata_shares:
@@ -215,6 +214,7 @@ class _Job:
         with ImageOutputs(self.plan, picture, self.coco) as outputs:
             for strip in strips:
                 outputs.add(strip)
+                del strip  # otherwise it would be kept while the next one is predicted
         self.written[picture.file.name] = outputs.paths
         if outputs.hidden_px:
             self.nodata_shares[picture.file.name] = outputs.hidden_px / picture.num_px

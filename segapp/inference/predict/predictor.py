@@ -252,7 +252,7 @@ class Strip:
 
 
 def kept_of(probabilities: NDArray[np.float32], threshold: float | None, wanted: Wanted) -> dict[str, NDArray[Any]]:
-    """Return what is kept of probabilities (C, R, W), by the field of a `Strip`."""
+    """Return the labels and the wanted part of probabilities (C, R, W), by field of a `Strip`."""
     kept = {"labels": likeliest(probabilities[None], threshold)[0]}
     return kept | {wanted: probabilities.max(0) if wanted == "confidence" else probabilities}
 
@@ -290,9 +290,10 @@ def predict_strips(
                 for name, values in found.items():
                     if stop - start == width:
                         kept[name] = values
-                    else:
-                        rows = kept.setdefault(name, np.empty((*values.shape[:-1], width), values.dtype))
-                        rows[..., start:stop] = values
+                        continue
+                    if start == 0:
+                        kept[name] = np.empty((*values.shape[:-1], width), values.dtype)
+                    kept[name][..., start:stop] = values
                 on_tile((first * width + (last - first) * stop) / (height * width))
             yield Strip(slice(first, last), **kept)
         except Exception as error:
