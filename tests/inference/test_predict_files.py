@@ -157,6 +157,10 @@ def test_output_files_of_tiles_equal_those_of_the_whole_image(tmp_path: Path) ->
             assert stored["probabilities"].dtype == np.uint16
             found = stored["probabilities"] / PROBABILITY_SCALE
             np.testing.assert_allclose(found, expected.transpose(1, 2, 0), atol=0.51 / PROBABILITY_SCALE)
+    for name, max_px in (("whole", 10**9), ("tiles", 30_000)):  # without the probabilities, other values are kept
+        predict(tmp_path / "big.png", tmp_path / "alone" / name, ["confidence"], workspace=Workspace(max_px))
+        found = read(tmp_path / "alone" / name / "confidence" / "big.png")
+        np.testing.assert_array_equal(found, np.rint(255 * expected.max(0)))
     predict(tmp_path / "big.png", tmp_path / "ids", ["labels"], workspace=Workspace(30_000), label_ids=True)
     np.testing.assert_array_equal(read(tmp_path / "ids" / "labels" / "big.png"), np.array([4, 9, 7])[labels])
     assert not list(tmp_path.rglob(".tmp-*"))
