@@ -496,5 +496,7 @@ def test_memory_beside_a_picture_is_bounded(
     kept = num_classes if "probabilities" in kinds else 1 if "confidence" in kinds else 0
     strip_bytes = max(MIN_SIDE_PX * size[1] * (4 * kept + 1), 2**20)  # tiles cannot be lower
     written_bytes = max(30 * 2**15, 16 * size[1] * num_classes * 12 if "probabilities" in kinds else 0)
+    for strip in predict_strips(cast(Any, predictor), photo(*size), Workspace(330**2), wanted=plan.wanted):
+        assert strip.num_bytes - strip.labels.nbytes <= max(2**20, MIN_SIDE_PX * size[1] * 4 * kept)
     num_px = size[0] * size[1]
     assert peak_bytes < max(6 * num_px, 3 * num_px + tile_bytes + strip_bytes + written_bytes) + 2 * 2**20
