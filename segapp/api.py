@@ -332,7 +332,6 @@ def _read_run(path: Path) -> tuple[History, int]:
     from segapp.run.folder import RunFolder
 
     loss, classes, rows, step = EpochLoss(), list[str](), list[Evaluated](), 0
-    start: RunStart | None = None
     for item in chain.from_iterable(EventReader(RunFolder(path).events).skim()):
         if isinstance(item, StepRun):
             loss.add(item.epoch, item.step, item.loss)
@@ -344,7 +343,7 @@ def _read_run(path: Path) -> tuple[History, int]:
             classes, resumed = start.classes, start.resumed_from_step
             rows, step = (rows, step) if resumed is None else ([row for row in rows if row.step <= resumed], resumed)
         elif item["type"] == "val":
-            val = cast(Val, parse_event(item)).with_foreground(start)
+            val = cast(Val, parse_event(item))
             rows.append(
                 Evaluated(
                     epoch=val.epoch,

@@ -26,7 +26,7 @@ from segapp.inference.evaluate import Evaluation
 from segapp.metrics import ConfusionMatrix, SegmentationScores
 from segapp.run.events import EpochStart, EventReader, EventWriter, RunStart, Step, Val
 from segapp.run.folder import RunFolder
-from segapp.scores import FOREGROUND, SCORES, EpochLoss, best_shown, scores_text
+from segapp.scores import FOREGROUND, SCORES, EpochLoss, best_shown, foreground_means, scores_text
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.progress import Best
@@ -248,7 +248,7 @@ def test_best_is_what_the_monitor_names(tmp_path: Path, monitor: str | None, epo
     with EventWriter(folder.events) as writer:
         writer.write(begun)
         for step, (at, (miou, loss, iou)) in enumerate(COURSE.items(), start=1):
-            val = Val(epoch=at, step=step, loss=loss, miou=miou, iou=iou).with_foreground(begun)
+            val = Val(epoch=at, step=step, loss=loss, miou=miou, iou=iou, scores=foreground_means(iou))
             writer.write(val)
             score = val.score(monitor or "miou", begun.classes) if loss is not None else None
             kept.note(-score if monitor == "loss" and score is not None else score, at)

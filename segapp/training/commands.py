@@ -329,7 +329,6 @@ class CommandController:
                 observed_mib=None if observed_mib is None else list(observed_mib),
                 epoch=epoch,
                 reason=reason or pending.reason,
-                reason_code="out_of_memory" if status == "reverted" else None,
                 id=None if pending.received is None else pending.received.id,
                 is_auto=bool(pending.changes.get("gpu0_bsz_auto", False)),
                 step=step,

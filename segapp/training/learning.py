@@ -114,7 +114,7 @@ class LearningWatch:
         self._recent.append((-math.inf if value is None else sign * value, loss))
         if len(self._recent) > NUM_NO_BETTER:
             self._best = max(self._best, self._recent.popleft()[0])
-        unknown: list[float | None] = [None] * len(self._unpredicted)  # an earlier version wrote neither
+        unknown: list[float | None] = [None] * len(self._unpredicted)  # a line may have neither
         predicted, in_masks = ([share is not None for share in each or unknown] for each in (val.precision, val.recall))
         self._unpredicted = [
             count + 1 if share == 0 else 0

@@ -161,7 +161,7 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
         return
     reason = f"out of memory: split {dots(split)} does not fit: back to the one before ({problems[0]})"
     asked_for: Any = {name: change.get(name) for name in ("old", "new", "epoch", "id", "is_auto")}
-    event_log.emit(Gpu0Bsz(status="reverted", **asked_for, reason=reason, reason_code="out_of_memory"))
+    event_log.emit(Gpu0Bsz(status="reverted", **asked_for, reason=reason))
     asked = next((raw for raw in rare if raw["type"] == "command" and raw.get("id") == change.get("id")), None)
     if asked is not None and asked["id"] not in read_answers(rare):
         known: Any = {name: asked.get(name) for name in ("id", "command", "by", "step")}

@@ -60,8 +60,6 @@ class Gpu0:
     """The changes that were applied, canceled or reverted."""
     previous: list[int | None] = field(default_factory=list)
     """Earlier values, the latest last."""
-    ceiling: int | None = None
-    """Smallest number of samples with which device 0 ran out of memory."""
 
     @property
     def last(self) -> events.Gpu0Bsz | None:
@@ -200,18 +198,8 @@ class View:
 
     @property
     def split_checker(self) -> SplitChecker:
-        """The facts that decide about a split, as the trainer wrote them, with the devices' memory of the last sample.
-
-        If the events have none, they are made from observations.
-        """
-        checker = self.written_checker
-        if checker is None:
-            peaks = {split: tuple(mib) for split, mib in self.peaks_mib.items()}
-            batch_size = self.start.batch_size if self.start is not None else sum(self.split or (0,))
-            mode = (self.start.mode if self.start is not None else None) or "dp"
-            usable = [device.total_mib for device in self.devices]
-            checker = SplitChecker(batch_size, self.num_devices, mode, current=self.split, usable_mib=usable,
-                               peaks=PeakModel(peaks), ceiling=self.gpu0.ceiling)  # fmt: skip
+        """The facts that decide about a split, as the trainer wrote them, with the memory of the last sample."""
+        checker = self.written_checker or SplitChecker(sum(self.split or ()), self.num_devices, current=self.split)
         if self.has_logical_devices:
             checker = replace(checker, peaks=PeakModel({}))
         usable = list(checker.usable_mib)
@@ -468,7 +456,7 @@ class EventFold:
         self._note_split(event.split)
 
     def _fold_val(self, event: events.Val) -> None:
-        view, event = self.view, event.with_foreground(self.view.start)
+        view = self.view
         view.vals.append(event)
         view.evaluating = None
         view.best = view.best_of([event] if view.best is None else [view.best, event])
@@ -492,10 +480,6 @@ class EventFold:
             gpu0.value = event.new
         else:
             gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
-            kept = event.split[0] if event.split else event.old
-            is_device_0 = event.new is not None and (kept is None or event.new > kept)
-            if event.new is not None and is_device_0 and event.ran_out_of_memory:
-                gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
             reason = f": {event.reason}" if event.reason else ""
             text = f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
             self._raise(events.Alert(kind="reverted", message=text, t=event.t))

@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 
 from segapp.chunks import plan_chunks
+from segapp.memory.split_check import SplitChecker
 from segapp.run.events import (
     Alert,
     Checkpoint,
@@ -108,8 +109,18 @@ class RecordedRun:
                 split=list(self.split),
                 resumed_from_step=resumed_from_step,
                 palette=PALETTE if self.classes == list(CAMVID) else None,
+                judge=SplitChecker(
+                    self.batch_size, self.num_devices, current=self.split, usable_mib=[22_528.0] * self.num_devices
+                ).to_json(),
             )
         )
+
+    @property
+    def peaks_mib(self) -> list[float | None]:
+        is_gpu = self.device == "cuda"
+        bases = [9.5, *(2.5 + 0.2 * i for i in range(1, self.num_devices))]
+        shares = enumerate(zip(bases, self.split, strict=True))
+        return [1024 * base + 1450 * share + 4 * i if is_gpu else None for i, (base, share) in shares]
 
     def loss_at(self, step: int) -> float:
         noise = float(self.rng.normal(0, 0.10)) * math.exp(-step / (self.steps_per_epoch * 10))
@@ -133,6 +144,7 @@ class RecordedRun:
                     data_wait_frac=0.04,
                     grad_norm=1.8,
                     split=list(self.split),
+                    peaks_mib=self.peaks_mib,
                     skipped=0,
                     step_s=self.step_s,
                     eta_epoch_s=left_in_epoch * self.step_s + 21,
@@ -145,11 +157,10 @@ class RecordedRun:
 
     def sample_memory(self) -> None:
         devices = []
-        for i, share in enumerate(self.split):
-            if self.device != "cuda":
+        for i, peak in enumerate(self.peaks_mib):
+            if peak is None:
                 devices.append(DeviceMemory(device="cpu", used_mib=812.0, total_mib=None))
                 continue
-            peak = 1024 * (9.5 if i == 0 else 2.5 + 0.2 * i) + 1450 * share + 4 * i
             devices.append(
                 DeviceMemory(
                     device=f"cuda:{i}",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from textual.geometry import Size
 
+from segapp.memory.peaks import PeakModel
+from segapp.memory.split_check import SplitChecker
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
 from segapp.tui.devices import gpu0_content, gpu_content, gpu_legend, headroom_level
 from segapp.tui.dialogs import Gpu0Screen
@@ -157,7 +159,8 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
 
 
 def test_dialog_shows_the_memory_that_a_split_would_need(view: View) -> None:
-    view.peaks_mib = {(3, 5): [6144.0, 8192.0], (2, 6): [5120.0, 9216.0]}  # 3 GiB and 1 GiB for each sample
+    peaks = PeakModel({(3, 5): (6144.0, 8192.0), (2, 6): (5120.0, 9216.0)})  # 3 GiB and 1 GiB for each sample
+    view.written_checker = SplitChecker(8, 2, current=(3, 5), usable_mib=[10_240.0, 10_240.0], peaks=peaks)
     check = Gpu0Screen(view).check
     command, text = check("4")
     assert command is not None

@@ -15,6 +15,7 @@ from segapp.report.compare import compare_runs, print_comparison
 from segapp.report.page import write_report
 from segapp.run.events import Device, EventWriter, RunEnd, RunStart, Step, Val
 from segapp.run.folder import RunFolder
+from segapp.scores import foreground_means
 from segapp.tui.classes import classes_title
 from segapp.tui.header import finished_line
 from segapp.tui.runs_screen import columns_of, run_row
@@ -42,7 +43,9 @@ def written(path: Path, name: str, monitor: str | None) -> RunFolder:
         for epoch, part in ((2, worse), (3, iou), (5, worse)):
             writer.write(Step(epoch=epoch, step=epoch, loss=1.0, lr=0.1))
             value = (miou, loss) if part is iou else (miou / 2, loss * 2)
-            writer.write(Val(epoch=epoch, step=epoch, miou=value[0], loss=value[1], iou=part))
+            writer.write(
+                Val(epoch=epoch, step=epoch, miou=value[0], loss=value[1], iou=part, scores=foreground_means(part))
+            )
         writer.write(RunEnd(status="finished", reason="done", exit_code=0))
     return folder
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from textual.geometry import Size
 
+from segapp.memory.split_check import SplitChecker
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Heartbeat, Val
 from segapp.tui.devices import gpu_content
 from segapp.tui.header import epoch_fraction
@@ -171,10 +172,11 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert [mark.kind for mark in view.marks] == ["gpu0_bsz"]
     assert view.answers["0123456789ab"].status == "applied"
     assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
-    facts = {"reason": "out of memory on cuda:0", "reason_code": "out_of_memory"}
-    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, **facts))
+    facts = SplitChecker(32, 4, current=(4, 10, 9, 9)).with_failure((6, 9, 9, 8)).to_json()
+    reason = "out of memory on cuda:0"
+    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason=reason, judge=facts))
     view = folded(run)
-    assert (view.gpu0.value, view.gpu0.previous, view.gpu0.ceiling) == (4, [], 6)
+    assert (view.gpu0.value, view.gpu0.previous) == (4, [])
     assert "out of memory" in view.alerts["reverted"].last.message
     assert view.split_checker.check(6).level == "won't fit"
     assert view.split_checker.check(7).level == "won't fit"
@@ -205,16 +207,13 @@ def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:
     assert "peak  0.5" in gpu_content(view, (), Size(68, 20)).plain.splitlines()[0]
 
 
-@pytest.mark.parametrize("new", [2, 4])
-def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path, new: int) -> None:
+def test_reverted_share_leaves_the_earlier_values(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(1)
-    for old, applied in ((5, 3), (3, 4)):
+    for old, applied in ((5, 3), (3, 4), (4, 2)):
         run.write(Gpu0Bsz(status="applied", old=old, new=applied, epoch=2))
-    run.write(Gpu0Bsz(status="applied", old=4, new=new, epoch=2))
-    run.write(Gpu0Bsz(status="reverted", old=4, new=new, split=[4, 10, 9, 9], epoch=2, reason="out of memory"))
-    assert folded(run).gpu0.ceiling is None
-    assert folded(run).gpu0.previous == [5, 3]
+    run.write(Gpu0Bsz(status="reverted", old=4, new=2, split=[4, 10, 9, 9], epoch=2, reason="out of memory"))
+    assert (folded(run).gpu0.value, folded(run).gpu0.previous) == (4, [5, 3])
 
 
 def test_evaluation_ends_with_its_result(tmp_path: Path) -> None:

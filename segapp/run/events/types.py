@@ -1,12 +1,12 @@
 """The event types: a closed union of pydantic models, one per `type` of a line in events.jsonl."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from segapp.run.words import encodable
-from segapp.scores import FOREGROUND, foreground_means, foreground_of, score_by_name
+from segapp.scores import foreground_of, score_by_name
 
 VERSION = 1
 """The `v` of every line that this program writes; readers skip lines of other versions."""
@@ -95,7 +95,7 @@ class RunStart(_Event):
     freeze_epochs: int | None = None
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
     monitor: Text | None = None
-    """The score that `checkpoint.monitor` names; None: written by an earlier version, which ranked by mIoU."""
+    """The score that `checkpoint.monitor` names; None: mIoU."""
     has_background: bool | None = None
     """True if class 0 is the background, which the means over the foreground leave out; None: its name tells."""
     palette: list[tuple[int, int, int]] | None = None
@@ -234,12 +234,6 @@ class Val(_Event):
         values: dict[str, float | None] = {**(self.scores or {}), **vars(self)}
         return score_by_name(name, values, self.iou, classes)
 
-    def with_foreground(self, start: RunStart | None) -> Self:
-        """Return the event with the means over the foreground, which earlier versions did not write."""
-        if start is None or not start.foreground or FOREGROUND[0] in (self.scores or {}):
-            return self
-        return self.model_copy(update={"scores": {**(self.scores or {}), **foreground_means(self.iou)}})
-
 
 class Checkpoint(_Event):
     """A checkpoint is committed: on disk, synced, and safe from a crash."""
@@ -288,9 +282,7 @@ class Gpu0Bsz(_Event):
     epoch: Annotated[int | None, AsNull] = None
     """The first epoch with the new split."""
     reason: Message | None = None
-    """A sentence for a person; programs read `reason_code`."""
-    reason_code: Literal["out_of_memory"] | None = None
-    """Code of the reason why a change was reverted; see `ran_out_of_memory`."""
+    """A sentence for a person. A change is reverted if a device ran out of memory."""
     id: Text | None = None
     """The command that requested it; None for `auto`."""
     is_auto: bool | None = None
@@ -299,11 +291,6 @@ class Gpu0Bsz(_Event):
     """Number of updates made with the previous split."""
     judge: dict[str, Any] | None = None
     """Replaces the value of the last event that has one."""
-
-    @property
-    def ran_out_of_memory(self) -> bool:
-        """True if the change was reverted because a device ran out of memory."""
-        return self.status == "reverted" and self.reason_code == "out_of_memory"
 
 
 class Recompute(_Event):
