@@ -173,8 +173,11 @@ class MeanCriterion(AdditiveCriterion):
         raise NotImplementedError
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Return the denominator of `head_sums`, a float64 scalar, computed only from the target (N, H, W)."""
-        raise NotImplementedError
+        """Return the denominator of `head_sums`, computed only from the target (N, H, W): by default the valid pixels.
+
+        It is a float64 scalar.
+        """
+        return wide_sum(valid_pixels(target, self.ignore_index))
 
     def statistics(self, outputs: ModelOutputs, target: Tensor) -> LossStatistics:
         """Return (loss sum, denominator); see the base class."""
@@ -242,10 +245,6 @@ class PlainCriterion(MeanCriterion):
             raise PlainLossError(f"the loss returned {what}: return a scalar tensor, the mean over the valid pixels")
         mean = mean.to(logits.dtype)
         return torch.where(count > 0, mean * count.to(logits.dtype), 0.0), count
-
-    def denominator(self, target: Tensor) -> Tensor:
-        """Return the number of valid pixels, a float64 scalar."""
-        return wide_sum(valid_pixels(target, self.ignore_index))
 
 
 class HeadCriterion(AdditiveCriterion):

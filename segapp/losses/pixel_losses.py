@@ -121,10 +121,6 @@ class CriterionBCE(MeanCriterion):
         (total,) = upsampled_sums(function, logits, target, options, self.weight)
         return total, self.denominator(target)
 
-    def denominator(self, target: Tensor) -> Tensor:
-        """Return the number of valid pixels."""
-        return target_weight_sum(target, self.ignore_index, None)
-
 
 def focal(nll: Tensor, gamma: float) -> Tensor:
     """Return (1 - p)^gamma (-log p) from -log p."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.chunks import check_count
-from segapp.parallel.recompute import computed_once
+from segapp.parallel.recompute import computed_once, with_base
 from segapp.parallel.replicas import check_module
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ def mask_by_sample(network: nn.Module) -> None:
     """
     check_module(network)
     for layer in network.modules():
-        entry: Any = _kind_of(layer)
-        if entry is not None:
-            kind: Any = type(layer)
-            layer.__class__ = _masked(*entry, kind)
+        if (entry := _kind_of(layer)) is not None:
+            layer.__class__ = with_base(entry[0], type(layer), num_dims=entry[1])
             if entry[0] is _MaskedBlock:
                 layer.__dict__["_has_drop_connect"] = False  # for the block's own `forward`
     for number, layer in enumerate(layer for layer in network.modules() if isinstance(layer, _Masked)):
@@ -261,13 +259,6 @@ def _kind_of(layer: nn.Module) -> tuple[type[_Masked], int | None] | None:
     is_off = 0 in (getattr(layer, "p", 1), getattr(layer, "drop_prob", 1), getattr(layer, "_has_drop_connect", 1))
     is_other = "forward" in vars(layer) or getattr(layer, "mode", "row") != "row"
     return None if is_off or is_other else kind
-
-
-@functools.cache
-def _masked(base: Any, num_dims: int | None, kind: Any) -> Any:
-    """Return the subclass of a class of layers, under the same name."""
-    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (base, kind), {**attributes, "num_dims": num_dims})
 
 
 def _signed(constant: int) -> int:

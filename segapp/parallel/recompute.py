@@ -209,10 +209,10 @@ def activations_kept() -> Iterator[None]:
 
 
 @functools.cache
-def _recomputed(kind: type[nn.Module]) -> Any:
-    """Return the subclass of a class of blocks, under the same name."""
-    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (RecomputedBlock, kind), attributes)
+def with_base(base: type[nn.Module], kind: type[nn.Module], **attributes: Any) -> Any:
+    """Return the subclass of a class of layers and of a base before it, under the same name."""
+    copied = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (base, kind), {**copied, **attributes})
 
 
 def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
@@ -263,8 +263,7 @@ def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
             del block.__dict__["recompute_plan"]
     for name in sorted(names):
         block = parts[name]
-        kind: Any = type(block)
-        block.__class__ = _recomputed(kind)
+        block.__class__ = with_base(RecomputedBlock, type(block))
         devices = {i for i, blocks in enumerate(plan) if name in blocks}
         block.__dict__["recompute_plan"] = SimpleNamespace(
             name=name, devices=devices, num_sets=len(plan), is_checked=False
