@@ -27,8 +27,7 @@ from segapp.datasets.images.png import decode_png
 from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import check_complete, decode
 from segapp.datasets.images.tiff_tags import NODATA_TAG, TIFF_SUFFIXES, TiffTags, parse_nodata
-from segapp.datasets.layouts.palettes import palette_of
-from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color, without_id
+from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme, Color, palette_of, without_id
 from segapp.errors import DataError, some_names
 
 Ids = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]

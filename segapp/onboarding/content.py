@@ -13,8 +13,7 @@ from PIL import Image
 
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
 from segapp.datasets.images.raster import check_same_place
-from segapp.datasets.layouts.palettes import Palettes, palette_of
-from segapp.datasets.layouts.schemes import Color
+from segapp.datasets.layouts.schemes import Color, Palettes, palette_of
 from segapp.datasets.masks import (
     check_one_frame,
     color_codes,

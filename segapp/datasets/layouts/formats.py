@@ -20,12 +20,12 @@ from segapp.datasets.layouts.pairing import (
     listed_pairs,
     match_masks,
 )
-from segapp.datasets.layouts.palettes import Palettes
 from segapp.datasets.layouts.schemes import (
     FORMATS,
     PUBLISHED,
     ClassScheme,
     Color,
+    Palettes,
     bit_palette,
     check_colors,
     check_label_map,
