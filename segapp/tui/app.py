@@ -43,8 +43,7 @@ from segapp.tui.dialogs import CHOICES, Choice, ChoiceScreen, Gpu0Screen, HelpSc
 from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
-from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up
-from segapp.tui.themes import set_up_themes
+from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up, set_up_themes
 from segapp.tui.widgets import LiteralText
 from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.runs import RunList
