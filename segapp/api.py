@@ -255,8 +255,7 @@ def train(
     from segapp.assembly.devices import plan_devices
     from segapp.config.trust import name_trackers
     from segapp.run.folder import RunFolder
-    from segapp.session.launchers import adopt_launcher
-    from segapp.session.request import TrainRequest, plan_request
+    from segapp.session.request import TrainRequest, adopt_launcher, plan_request
     from segapp.session.session import run_session
     from segapp.training.console import PlainReporter
     from segapp.training.signals import StopSignals

@@ -128,8 +128,7 @@ def train(
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add --smoke, or use segapp status RUN --json for a run")
     from segapp.config import explain_config
-    from segapp.session.launchers import adopt_launcher, exit_code_for_launcher
-    from segapp.session.request import plan_request
+    from segapp.session.request import adopt_launcher, exit_code_for_launcher, plan_request
 
     request = plan_request(config, overrides or [], run, resume)
     if request.config.parallel.mode != "single":

@@ -10,7 +10,7 @@ import pytest
 import segapp
 from segapp.errors import ConfigError, DistributedError
 from segapp.parallel.distributed import DistributedSetupError, _read_rank, is_launched
-from segapp.session.launchers import adopt_launcher, exit_code_for_launcher
+from segapp.session.request import adopt_launcher, exit_code_for_launcher
 from tests.support.runs import merged
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
