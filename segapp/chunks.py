@@ -5,8 +5,6 @@ A *split* is the number of samples of each device, in device order. It is given 
 form.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

@@ -4,8 +4,6 @@ A function here has as many parameters as its command has options; the functions
 arguments. Heavy imports are inside the functions, so that `segapp --help` is fast.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -8,8 +8,6 @@ score of the pixels, is 2 TP / (2 TP + FP + FN) with the same rules.
 Shapes: N images, C classes, H, W height and width in pixels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 device only if the optimizer does not read `found_inf`, as torch's fused ones do.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast, get_args

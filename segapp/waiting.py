@@ -5,8 +5,6 @@ another rank, a store or a GPU delays it until the call returns (pytorch issue 6
 answer delays it forever. `watch_signals` starts a thread that calls the handler instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

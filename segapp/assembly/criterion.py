@@ -1,7 +1,5 @@
 """Build the criterion from the `loss` section of the config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

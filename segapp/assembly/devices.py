@@ -1,7 +1,5 @@
 """Choose the devices, the parallel mode and the numerics of a training: precision, memory format, algorithms, heap."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Build the network, with the weights of a run, and its inference; check that crop and batch sizes fit it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

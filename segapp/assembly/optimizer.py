@@ -1,7 +1,5 @@
 """Build the optimizer, its parameter groups and the learning-rate schedule from the config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any

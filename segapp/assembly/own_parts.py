@@ -1,7 +1,5 @@
 """Build the custom components that a config names, and check all of them before a training."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Build class schemes, pixel formats and file pairs from the `data` section of the config. No torch here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Load a trained network from a run, a checkpoint, or a file of weights."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ best score from its checkpoint, so best.pt must not be older. A command, a stop 
 save that fails leaves the older checkpoints as they are, emits an alert, and is tried again with the present state.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`segapp check`: examine a data set and report the findings in the terminal or as JSON."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """`segapp check-part`: test custom components in the same way as a training uses them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

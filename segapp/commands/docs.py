@@ -1,7 +1,5 @@
 """`segapp docs`: list the pages, show one, or search them. No torch; a terminal shows the page in a pager."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

@@ -5,8 +5,6 @@ settings fails. Only the standard library is needed, so the command also works i
 typer starts. torch and what needs it are tried in a child process: a wrongly installed torch may raise, crash or hang.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

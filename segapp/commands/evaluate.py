@@ -1,7 +1,5 @@
 """`segapp eval`: scores of a run, or of the mean of several, as a table or JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

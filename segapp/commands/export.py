@@ -1,7 +1,5 @@
 """`segapp export`: export a run, and check the file on validation images if they are available."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

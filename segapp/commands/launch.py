@@ -1,7 +1,5 @@
 """`segapp launch`: the ranks of one machine in a training on one or several machines, and their restart policy."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """`segapp plan`: print the predicted memory of each GPU. Imports no torch unless `--gpus here` needs it."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`segapp predict`: predict images with a run, a checkpoint or weights, or the mean of several."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`segapp ls`, `status`, `ckpt`, `ctl` and `attach`: runs as lines or JSON, and commands to a run. No torch here."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

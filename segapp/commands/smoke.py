@@ -4,8 +4,6 @@ It runs a real training with few images in a temporary folder: steps, an evaluat
 it, and its steps are timed. The measurements are multiplied by the counts of the full config; the folder is removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

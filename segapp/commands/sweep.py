@@ -4,8 +4,6 @@
 begun is resumed, and a run that has finished is kept.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

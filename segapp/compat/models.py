@@ -1,7 +1,5 @@
 """Private names of timm, as of timm 1.0.31, and of torchvision, as of torchvision 0.26 and 0.30."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Private names of torch, as of torch 2.11 and 2.15, and of the multiprocessing events that its loader uses."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Load a config file and `KEY=VALUE` overrides as a validated `RunConfig`, and write it back as text."""
 
-from __future__ import annotations
-
 import copy
 import filecmp
 import math

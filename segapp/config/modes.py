@@ -1,7 +1,5 @@
 """The parallel modes that each feature supports, for config checks, planner and step assembly; the mode of `auto`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Error messages for configs: place, key, value, accepted values, and the nearest known key."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

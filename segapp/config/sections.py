@@ -4,8 +4,6 @@ The docstring of a field is its documentation: the JSON schema and the page `con
 marked with `OnResume` may differ when a run is resumed.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

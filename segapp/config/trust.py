@@ -5,8 +5,6 @@ tracker in a run's own config is used. Each line of `$XDG_STATE_HOME/segapp/trac
 tracker, such as `log.mlflow="http://box:5000"`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Base class of the config sections, and the types of their values."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from types import UnionType

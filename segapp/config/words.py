@@ -1,7 +1,5 @@
 """The words that a config key accepts, and suggestions for an unknown key or word."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 The nesting and the number of values are limited during parsing, so any text is parsed in about a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

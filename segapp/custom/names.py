@@ -4,8 +4,6 @@
 to the current folder; `./file.py:factory` in a config file is first searched next to the config (`resolved_near`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@ A component's neighbors, which are the modules next to it that its import statem
 module that Python finds elsewhere, such as an installed package, is no neighbor. Nothing is imported here.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

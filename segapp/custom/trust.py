@@ -12,8 +12,6 @@ run folders and checkpoints.
 The files are read once. What was compared is kept, and `segapp.custom.loading` compiles it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

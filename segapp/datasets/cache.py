@@ -13,8 +13,6 @@ Bytes are written with pwrite, so a full disk is an error; a write to a mapped p
 Shapes: H, W height and width in pixels; B bands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

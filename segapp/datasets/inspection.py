@@ -5,8 +5,6 @@ hashes (pHash) differ in few bits: copies, and frames of a still camera. Another
 scene does not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import threading

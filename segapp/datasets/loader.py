@@ -5,8 +5,6 @@ interruption. A file that cannot be used raises DataError; a worker that died or
 WorkerError.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

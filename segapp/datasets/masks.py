@@ -5,8 +5,6 @@ Masks are decoded by Pillow, which keeps palette indices and 16-bit ids. A mask 
 Shapes: H, W the upright height and width in pixels.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

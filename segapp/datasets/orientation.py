@@ -3,8 +3,6 @@
 A drawing was made on the upright image, as viewers show it, or on the raw one, as the file stores its pixels.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 from collections.abc import Iterator

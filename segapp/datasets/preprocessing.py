@@ -1,7 +1,5 @@
 """Preprocessing of images as stored in files, on the device that runs the network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

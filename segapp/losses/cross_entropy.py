@@ -7,8 +7,6 @@ devices, torch's operators compute both band by band (`pixel_sums`).
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, get_args

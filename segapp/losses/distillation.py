@@ -7,8 +7,6 @@ per image, so the loss does not depend on the batch split.
 Shapes: N images, C classes, K channels, h x w of the student's logits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

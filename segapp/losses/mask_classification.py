@@ -9,8 +9,6 @@ Shapes: N images, P predictions (the last one first, then one per earlier block)
     mask logits, L = h w cells, H x W of the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ list cannot be added over chunks; a histogram can.
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

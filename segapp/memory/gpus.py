@@ -6,8 +6,6 @@ which only this module imports. GPUtil starts `nvidia-smi` on every call and wai
 an empty list, and devices are matched to torch's by uuid.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

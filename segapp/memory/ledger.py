@@ -4,8 +4,6 @@ A storage is alive from the operation that returns it until its last reference i
 that a kernel allocates and frees within one call is recorded if `workspaces` lists it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

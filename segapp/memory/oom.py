@@ -1,7 +1,5 @@
 """Out-of-memory errors: recognized in every form in which torch raises them, examined, and reported."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -7,8 +7,6 @@ Not simulated: the CUDA context, the workspaces of cuDNN, most memory that kerne
 and the allocator's fragmentation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

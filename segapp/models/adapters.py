@@ -4,8 +4,6 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022): a l
 (r x inputs) and B (outputs x r) are trained, W is not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 from collections.abc import Sequence

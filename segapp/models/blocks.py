@@ -1,7 +1,5 @@
 """The blocks of a network: modules whose activations can be recomputed in the backward pass instead of kept."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase

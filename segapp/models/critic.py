@@ -7,8 +7,6 @@ its last stages. Its input is the image and the map.
 Shapes: N images, B bands, C classes, K channels, H x W of the crop, h x w of the critic's input.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -8,8 +8,6 @@ Shapes: N images, C classes, Q queries, D channels, T tokens (prefix, queries, p
 input in pixels, h x w of the masks, gh x gw of the grid of patches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext

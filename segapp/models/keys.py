@@ -4,8 +4,6 @@ Libraries use different prefixes for the same names, and timm's feature extracto
 renamings are tried; the one that matches the most tensors is used.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

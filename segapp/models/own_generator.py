@@ -1,7 +1,5 @@
 """Random initial values from a generator of their own, independent of the process's generator and its other users."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

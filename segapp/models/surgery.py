@@ -3,8 +3,6 @@
 Shapes: N images, C channels, H x W pixels; O output channels, B bands, k kernel size.
 """
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

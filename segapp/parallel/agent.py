@@ -8,8 +8,6 @@ Everyone who can reach the store can write to it, and torch unpickles the state 
 that state with a secret that they share.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os

@@ -7,8 +7,6 @@ means is not. With accumulation, a rank scales its own sum instead: `world_size 
 weight is summed over all micro-batches of all ranks.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

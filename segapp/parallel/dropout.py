@@ -57,8 +57,10 @@ def mask_by_sample(network: nn.Module) -> None:
     """
     check_module(network)
     for layer in network.modules():
-        if (entry := _kind_of(layer)) is not None:
-            layer.__class__ = with_base(entry[0], type(layer), num_dims=entry[1])
+        entry: Any = _kind_of(layer)
+        if entry is not None:
+            kind: Any = type(layer)
+            layer.__class__ = with_base(entry[0], kind, num_dims=entry[1])
             if entry[0] is _MaskedBlock:
                 layer.__dict__["_has_drop_connect"] = False  # for the block's own `forward`
     for number, layer in enumerate(layer for layer in network.modules() if isinstance(layer, _Masked)):

@@ -4,8 +4,6 @@ The penalty is computed in the caller's thread, over all replicas in one autogra
 BatchNorm a sample's gradient depends on samples of the other replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 

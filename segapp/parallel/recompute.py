@@ -263,7 +263,8 @@ def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
             del block.__dict__["recompute_plan"]
     for name in sorted(names):
         block = parts[name]
-        block.__class__ = with_base(RecomputedBlock, type(block))
+        kind: Any = type(block)
+        block.__class__ = with_base(RecomputedBlock, kind)
         devices = {i for i, blocks in enumerate(plan) if name in blocks}
         block.__dict__["recompute_plan"] = SimpleNamespace(
             name=name, devices=devices, num_sets=len(plan), is_checked=False

@@ -3,8 +3,6 @@
 All functions are differentiable any number of times, unless they say otherwise.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

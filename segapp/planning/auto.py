@@ -3,8 +3,6 @@
 The plan is made once and saved in the run folder; every resume uses the saved plan, even on another machine.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -5,8 +5,6 @@ cannot run there; `Buckets` makes its gradient buckets in hooks. Simulations run
 (`segapp.planning.plan`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

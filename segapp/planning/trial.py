@@ -1,7 +1,5 @@
 """Steps and evaluations of black images: tried on this machine's devices, or simulated for a memory plan."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator
 

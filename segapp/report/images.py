@@ -5,8 +5,6 @@ target: the pixels of a class in both target and prediction, in the target, and 
 scored (`ignore_index` may be one) has zeros. Of the package, only this module needs torch.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Messages before a command's work begins: in a training's log, which the TUI reads; for others, on a terminal.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """The error that tells a user what failed, for any exception of a training."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from types import MappingProxyType

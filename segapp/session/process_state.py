@@ -3,8 +3,6 @@
 Trainings in several threads of one process share this state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

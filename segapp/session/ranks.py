@@ -1,7 +1,5 @@
 """The ranks of a training: started, joined, watched, and what they send to each other."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

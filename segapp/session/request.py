@@ -1,7 +1,5 @@
 """The request of a `segapp train` command: config, run folder, new or resumed, and its launcher. No torch here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field

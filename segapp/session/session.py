@@ -1,7 +1,5 @@
 """A training as a process: its new or resumed run folder, its ranks, its end, and any failure as a segapp error."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

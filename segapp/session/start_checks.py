@@ -1,7 +1,5 @@
 """Messages about a training before its first step: alerts from its config and its data. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Build the trainer of a config from its sections, with the other modules of `segapp.assembly`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

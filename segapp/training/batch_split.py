@@ -1,7 +1,5 @@
 """The split of the batch over the devices of one process or over ranks: applied and checked between steps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

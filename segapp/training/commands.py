@@ -4,8 +4,6 @@ The main rank reads and checks commands. `PendingRequests`, the requests to carr
 training loop calls `handle_commands`, carries requests out at points where its state is consistent, and reports back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

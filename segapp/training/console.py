@@ -1,7 +1,5 @@
 """Prints a training's events as throttled lines; progress bars of commands if there is a terminal."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -3,8 +3,6 @@
 The devices may change with a resume, and with them the split of the batch.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The trainer's side of a run's inbox: every command is processed once and answered once, even after a crash."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

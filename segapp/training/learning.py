@@ -1,7 +1,5 @@
 """What the evaluations of a training say about its learning: alerts that name the keys to change. Pure."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

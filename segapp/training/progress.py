@@ -6,8 +6,6 @@ classes. Warm restarts, unfrozen layers and the noise of small data sets stay fa
 whose first loss is small, may rise to a guess's loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

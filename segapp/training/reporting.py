@@ -1,7 +1,5 @@
 """The events of a training: start, epochs, steps, evaluations; the times of its activities, and alerts about data."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -3,8 +3,6 @@
 Trackers get the events of the main rank. They cannot stop a training: a tracker that raises is switched off.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

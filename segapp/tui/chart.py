@@ -1,7 +1,5 @@
 """The chart: a metric as a band with its average, evaluations, and marks of changes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar

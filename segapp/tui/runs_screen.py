@@ -1,7 +1,5 @@
 """The list of runs, updated live: state, epoch, mIoU, speed and age; opens one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple

@@ -7,8 +7,6 @@ Shapes: m images, C classes, R rows of a band, h x w of the source, H x W of the
 interpolation matrix.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -5,8 +5,6 @@ The launch and the memory plan use the same numbers.
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import threading

@@ -3,8 +3,6 @@
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Rollback of the state that a step changes before its update: buffers and random states."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
