@@ -1,4 +1,4 @@
-"""Long waits: lines about them, and the signals that arrive meanwhile.
+"""Long waits: lines about them, the signals that arrive meanwhile, and the processes that are waited for.
 
 Python calls the handler of a signal in the main thread, between two instructions. A call into C++ that waits for
 another rank, a store or a GPU delays it until the call returns (pytorch issue 63802), and a file system that does not
@@ -84,3 +84,14 @@ def watch_signals() -> None:
                     signal.pthread_kill(main, number)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def is_pid_alive(pid: int) -> bool:
+    """Return True if a process of this host has this id; a zombie has it until it is waited for."""
+    if not 0 < pid < 2**31:
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # a process of another user
+    return True

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from segapp.waiting import is_pid_alive
+
 STORE_VARIABLE = "SEGAPP_RANK_STORE"
 """The file in which the ranks of one machine meet; without it, they meet at MASTER_ADDR and MASTER_PORT."""
 _PARENT_PID = "SEGAPP_PARENT_PID"
@@ -177,7 +179,7 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
         return
     parent = os.getppid()
     expected = int(os.environ.get(_PARENT_PID, parent))
-    if expected != parent and not _is_alive(expected):
+    if expected != parent and not is_pid_alive(expected):
         parent = expected  # it died while this process started: the thread below ends this one immediately
     _watched.add(os.getpid())
     signal_when_parent_dies(signal.SIGTERM)
@@ -209,7 +211,7 @@ def end_with_peers(
     watched, is_over = tuple(pids), threading.Event()
 
     def watch() -> None:
-        while all(_is_alive(pid) for pid in watched):
+        while all(is_pid_alive(pid) for pid in watched):
             if is_over.wait(min(1.0, grace_s / 4)):
                 return
         if not is_over.wait(grace_s):
@@ -233,14 +235,6 @@ def end_process(exit_code: int, before: Callable[[], object] = lambda: None, rep
     report.join(report_s)
     signal_children(signal.SIGKILL)
     os._exit(exit_code)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # a process of another user
-    return True
 
 
 def signal_children(number: int) -> None:

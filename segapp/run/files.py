@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 from segapp.errors import StorageError
 from segapp.failpoints import failpoint
 from segapp.run.words import size
+from segapp.waiting import is_pid_alive
 
 OTHERS_WRITE = 0o022
 """The permissions that a run folder and its files never have: users other than the owner may write."""
@@ -355,19 +356,6 @@ def _is_dead_temporary(path: Path) -> bool:
         if not is_pid_alive(pid):
             return True
     return time.time() - written_s > _STALE_TEMPORARY_S
-
-
-def is_pid_alive(pid: int) -> bool:
-    """Return True if a process of this host has this id; a zombie has it until it is waited for."""
-    if not 0 < pid < 2**31:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def free_bytes(directory: Path) -> int:

@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict
 
 from segapp.errors import StorageError
 from segapp.failpoints import failpoint
-from segapp.run.files import boot_id, file_system_of, is_pid_alive, machine_id, open_of_run
+from segapp.run.files import boot_id, file_system_of, machine_id, open_of_run
+from segapp.waiting import is_pid_alive
 
 _MODE = 0o600  # who may read a file may keep a lock on it, and so keep a training from its run
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -173,12 +173,6 @@ class DataWatch:
     def at_start(self) -> list[str]:
         """Return the problems of the data, and the reason why a cache cannot be used."""
         notes = [note for dataset in self._datasets.values() for note in dataset.notes]
-        num_train, batch_size = len(self._train_loader.dataset), self._train_loader.batch_size
-        if num_train < batch_size:
-            notes.append(
-                f"train.batch_size = {batch_size} is more than the {num_train} training images: each step takes "
-                f"{num_train}: lower train.batch_size, or lower optim.lr to suit the smaller batch"
-            )
         return notes + [note for cache in self._caches for note in cache.poll()]
 
     def after_interval(self, wait_s: float, elapsed_s: float) -> list[str]:

@@ -173,7 +173,7 @@ def test_ranks_share_a_store_and_the_processors(cpus, ranks, threads, tmp_path, 
 
 def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
     looks = []
-    monkeypatch.setattr(launch, "_is_alive", lambda pid: looks.append(pid) or True)
+    monkeypatch.setattr(launch, "is_pid_alive", lambda pid: looks.append(pid) or True)
     end_watch = launch.end_with_peers([1], 8, grace_s=1.0)
     time.sleep(0.6)
     end_watch()

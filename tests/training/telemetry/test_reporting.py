@@ -236,13 +236,6 @@ def test_damaged_records_are_told(cached: SegmentationDataset, pairs: list[Image
         assert watch.after_interval(0, 1) == []
 
 
-def test_batch_larger_than_the_data_set_is_told(pairs: list[ImagePair]) -> None:
-    dataset = SegmentationDataset(pairs, SCHEME, TrainTransform((24, 32)))
-    assert DataWatch(TrainLoader(dataset, 8), dataset, cores=8).at_start() == []
-    (message,) = DataWatch(TrainLoader(dataset, 64), dataset, cores=8).at_start()
-    assert message.startswith("train.batch_size = 64 is more than the 8 training images: each step takes 8")
-
-
 def test_waiting_for_data_is_told_once_it_costs(pairs: list[ImagePair]) -> None:
     watch = watch_of(SegmentationDataset(pairs, SCHEME, TrainTransform((24, 32))), pairs)
     watch.at_start()
