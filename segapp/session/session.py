@@ -188,14 +188,10 @@ def _wait_for_folder(folder: RunFolder, rank: int) -> None:
         time.sleep(0.5)
 
 
-def _device_locations(devices: DevicePlan, ranks: Ranks) -> DeviceLocations:
-    found = ranks.gather((machine_id(), socket.gethostname(), devices.devices))
-    names = tuple(f"{host} {device}" for _, host, theirs in found for device in theirs)
-    return DeviceLocations(names, len({machine for machine, _, _ in found}))
-
-
-def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
-    """Return the devices of all ranks, as this process sees them; a budget limits a device's total."""
+def _device_infos(
+    devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None
+) -> tuple[list[DeviceInfo], DeviceLocations]:
+    """Return the devices of all ranks, as this process sees them, and their places; a budget limits a total."""
     if budgets_mib is not None:
         limit_gpus(budgets_mib, devices.devices, first=ranks.rank)
     own = [device_info_of(device) for device in devices.devices]
@@ -208,12 +204,14 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
         for rank, (theirs, there, _) in enumerate(gathered)
         for info in theirs
     ]
-    if budgets_mib is None:
-        return device_infos
-    return [
-        replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None)
-        for info, mib in zip(device_infos, budgets_mib, strict=False)
-    ]
+    places = tuple(f"{host} {info.device}" for theirs, _, host in gathered for info in theirs)
+    locations = DeviceLocations(places, len({there for _, there, _ in gathered}))
+    if budgets_mib is not None:
+        device_infos = [
+            replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None)
+            for info, mib in zip(device_infos, budgets_mib, strict=False)
+        ]
+    return device_infos, locations
 
 
 @contextlib.contextmanager
@@ -286,8 +284,8 @@ def _reported(
     event_log = EventLog(None)
     if ranks.is_main:
         event_log = EventLog(EventWriter(folder.events), [listener or console])
-    device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
-    memory, locations = DeviceMemoryTracker(device_infos), _device_locations(devices, ranks)
+    device_infos, locations = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
+    memory = DeviceMemoryTracker(device_infos)
 
     def end(status: Literal["finished", "stopped", "failed"], reason: str, **more: Any) -> None:
         if not stage.has_ended:  # a listener may raise at the end

@@ -33,7 +33,7 @@ from segapp.models.network import BaseReference, SegmentationModel
 from segapp.models.own_generator import own_generator
 from segapp.parallel.distributed import Ranks
 from segapp.planning.auto import check_host_memory
-from segapp.run.events import Alert, RunStart
+from segapp.run.events import Alert, Device, RunStart
 from segapp.run.words import announce
 from segapp.scores import score_named
 from segapp.session.request import ImageLimit
@@ -215,7 +215,7 @@ def _facts(
         has_background=bool(scheme.foreground),
         palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
         num_params=sum(p.numel() for p in engine.model.parameters()),
-        devices=_device_facts(context, devices),
+        devices=[Device.model_validate(each, from_attributes=True) for each in context.device_memory.devices],
         num_train=len(loader.dataset),
         num_val=num_val,
         num_trainable=sum(p.numel() for p in engine.model.parameters() if p.requires_grad),
@@ -382,14 +382,6 @@ def _build_loaders(
         world_size=world_size,
     )
     return train_loader, val_loader
-
-
-def _device_facts(context: RunContext, devices: DevicePlan) -> list[Any]:
-    known = context.device_memory.devices
-    if known:
-        names = ("device", "name", "uuid", "total_mib", "machine")
-        return [{name: getattr(each, name) for name in names} for each in known]
-    return [str(device) for theirs in context.ranks.gather(devices.devices) for device in theirs]
 
 
 def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFrequencies:

@@ -143,8 +143,6 @@ if TYPE_CHECKING:
     from segapp.datasets.loader import TrainLoader
     from segapp.datasets.pool import Batch
 
-STATE_FORMAT = 1
-
 
 class Trainer:
     """The loop of a training, with its position, evaluations and checkpoints; the engine makes the steps."""
@@ -477,7 +475,6 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs, as tensors and plain values; every rank must call it."""
         return {
-            "format": STATE_FORMAT,
             **self.engine.state_dict(),
             "position": vars(self.position).copy(),
             "best": vars(self.progress.best).copy(),
@@ -488,7 +485,7 @@ class Trainer:
             "topology": self.locations.to_state(self.controller.batch_split.current),
             "rng": self.ranks.gather(capture_rng()),
             "config": self.facts.config,
-            "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": len(self.train_loader)},
+            "data": {"num_train": len(self.train_loader.dataset)},
             "classes": list(self.facts.start.classes),
             "parts": dict(self.facts.parts),
         }

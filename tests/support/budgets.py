@@ -258,13 +258,13 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     device_infos, counters_of = session._device_infos, counters.counters_of
     validate, evaluate_blank = Validation.run, trial.evaluate_blank
 
-    def logical_devices(devices: Any, ranks: Any, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
+    def logical_devices(devices: Any, ranks: Any, budgets_mib: Sequence[float] | None) -> Any:
         limits.clear()
-        if budgets_mib is None:
-            return device_infos(devices, ranks, None)
+        infos, locations = device_infos(devices, ranks, None)
         return [
-            DeviceInfo("cpu", uuid=f"logical {i}", total_mib=mib, pid=os.getpid()) for i, mib in enumerate(budgets_mib)
-        ]
+            DeviceInfo("cpu", uuid=f"logical {i}", total_mib=mib, pid=os.getpid())
+            for i, mib in enumerate(budgets_mib or ())
+        ] or infos, locations
 
     def logical_counters(info: DeviceInfo) -> Any:
         is_logical = (info.uuid or "").startswith("logical ")
