@@ -13,7 +13,7 @@ from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, component_names
 from segapp.config.trust import named_code
 from segapp.custom.loading import ARGUMENTS, Loss, Schedule, build_part, load_part, option_problems, takes
-from segapp.custom.names import is_component
+from segapp.custom.names import is_component, split_name
 from segapp.custom.sources import Sources, kept_sources
 from segapp.custom.trust import accepted_sources
 from segapp.errors import ConfigError, SegappError
@@ -69,10 +69,13 @@ def copied_parts(
     """Return the copies of components, by name, with which the run of a checkpoint trained, and notes.
 
     A note says that the user's file differs from the copy, or that it is used because the run has no intact copy.
+
+    Raises:
+        ConfigError: there is neither a copy nor the user's file.
     """
     known, run = checkpoint.state.get("parts"), run_of_file(checkpoint.path)
     copies, notes = dict[str, Sources](), list[str]()
-    for code in named_code(config, uses).values():
+    for key, code in named_code(config, uses).items():
         sha256 = known.get(code.name) if isinstance(known, Mapping) else None
         if sha256 is None:  # installed code
             continue
@@ -84,6 +87,14 @@ def copied_parts(
             notes.append(f"{code.name}: the run's copy is used, and {code.source} has changed since the training")
         elif is_changed:
             notes.append(f"{code.name}: its source has changed since the training, and the run has no intact copy")
+        elif code.source is None and code.name not in copies:
+            where = split_name(code.name)[0]
+            raise ConfigError(
+                f"{key} = {code.name}: {where} is not here, and the run has no intact copy of it: copy the file to the "
+                "current folder",
+                key=key,
+                value=code.name,
+            )
     return copies, notes
 
 

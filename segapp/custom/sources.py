@@ -118,7 +118,7 @@ def kept_sources(name: str, parts: Path) -> dict[str, Sources]:
     """
     where, found = split_name(name)[0], dict[str, Sources]()
     module = Path(where).stem if is_file_name(where) else where
-    for folder in sorted(parts.iterdir()) if parts.is_dir() else ():
+    for folder in sorted(parts.resolve().iterdir()) if parts.is_dir() else ():
         files, num_bytes = dict[str, SourceFile](), 0
         for path in sorted(folder.rglob("*.py")):
             words = path.relative_to(folder).with_suffix("").parts
@@ -126,7 +126,7 @@ def kept_sources(name: str, parts: Path) -> dict[str, Sources]:
             if (file := _read(folder, dotted, _MAX_BYTES - num_bytes)) is not None:
                 files[dotted] = replace(file, is_copy=True)
                 num_bytes += len(file.content)
-        sources = Sources(module, folder.resolve(), files)
+        sources = Sources(module, folder, files)
         if module in files and sources.sha256[:_NAME_LENGTH] == folder.name:
             found[sources.sha256] = sources
     return found

@@ -148,7 +148,7 @@ def check_host_memory(config: RunConfig, num_images: int, eval_px: int, ranks: R
     said = (
         f"a step of {num_images} crops of {height} x {width} px needs about {step_mib}, and batches that are loaded "
         f"ahead {loaded_mib}; of {total_mib} of memory, {free_mib} are free: lower {cure}"
-        + (f", or set train.batch_size to {fewer} or less" if 0 < fewer < num_images else "")
+        + (f", or set train.batch_size to {fewer} or less" if 1 < fewer < num_images else "")
     )
     if is_refused:
         raise ConfigError(said, key="data.crop_px").see("out-of-memory")

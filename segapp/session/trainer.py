@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from segapp.assembly.data import build_dataset, build_load_options, build_order
+from segapp.assembly.data import build_dataset, build_load_options, build_order, image_sizes_of
 from segapp.assembly.devices import DevicePlan
 from segapp.assembly.network import build_inference, fill_in_base, suited_momentum
 from segapp.assembly.optimizer import build_plateau, build_schedule
@@ -19,7 +19,8 @@ from segapp.assembly.pairs import build_scheme, check_splits_apart, count_images
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
-from segapp.config import LiveSettings, RunConfig, dump_config
+from segapp.config import DataConfig, LiveSettings, RunConfig, dump_config
+from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.inspection import check_ranges
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -99,8 +100,8 @@ def build_trainer(
     with own_generator(config.seed):  # threads of the caller may draw from the process's generator meanwhile
         assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
     memory_note = momentum_note = None
-    if checkpoint is None and limit is None:
-        check_crop(config.data, train_set.largest_px, parts.model)
+    if checkpoint is None:
+        check_crop(config.data, _largest_px(config.data, train_set, limit), parts.model)
     if devices.devices[0].type == "cpu":
         num_images, eval_px = min(config.train.batch_size, len(train_set)), val_set.largest_px or config.data.crop_px
         memory_note = check_host_memory(config, num_images, math.prod(eval_px), ranks)
@@ -291,6 +292,14 @@ def build_controller(
     return CommandController(
         inbox, context.event_log, batch_split, memory, settings, recompute=recompute, replay=replay or ()
     )
+
+
+def _largest_px(data: DataConfig, train_set: SegmentationDataset, limit: ImageLimit | None) -> tuple[int, int] | None:
+    """Return the largest height and width of all training images, also in a trial with a few of them."""
+    if limit is None or is_component(data.format):
+        return train_set.largest_px
+    heights, widths = zip(*image_sizes_of(data, split_names(data)[0]), strict=True)
+    return max(heights), max(widths)
 
 
 def _build_datasets(

@@ -92,6 +92,8 @@ BROKEN_PARTS = {
         "unseeded": "gives different results for one seed",
         "wrong_argument": "Argument(s) 'probability' are not valid",
         "no_transform": "makes a list: return a transform of albumentations, a list of them",
+        "nothing_back": "(TypeError: it returns a NoneType: return (image, mask))",
+        "always": "own_parts:always changes every training image, but none in evaluation and predict: change only some",
         "failing": "IndexError: index 5000 is out of bounds",
     },
 }

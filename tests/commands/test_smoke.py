@@ -93,6 +93,7 @@ def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None
         (("--smoke", "--resume"), 2, "--smoke tries a new training"),
         (("--smoke", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"), 2, "--smoke runs in one process"),
         (("--smoke", "model.weights=gone.pt"), 4, "no file gone.pt"),
+        (("--smoke", "data.crop_px=[400,400]"), 2, "of every crop is padding"),
         (("--json",), 2, "--json belongs to --smoke"),
     ],
 )

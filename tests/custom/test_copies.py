@@ -163,7 +163,7 @@ def test_copy_that_is_not_as_it_was_does_not_run(
     enter(tmp_path / "elsewhere", monkeypatch)
     with trusting(True):
         assert plan_request(None, [], None, str(run)).copies == {}
-    with pytest.raises(ConfigError, match=r"model.name = net_of_copies.py:Net: there is no file net_of_copies.py"):
+    with pytest.raises(ConfigError, match=r"net_of_copies.py is not here, and the run has no intact copy of it"):
         predicted(run)
     write("file", 0)
     assert predicted(run) == 0
@@ -178,9 +178,11 @@ def test_resume_takes_the_copy_of_a_missing_file(
     more = ["train.epochs=2", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"]
     words = ("train", "--plain", "--trust-parts", *more, "--resume")
     assert run_segapp(*words, tmp_path / "own", cwd=Path.cwd()).returncode == 0
-    done = run_segapp(*words, tmp_path / "copied", cwd=enter(tmp_path / "elsewhere", monkeypatch))
+    elsewhere = enter(tmp_path / "elsewhere", monkeypatch)
+    (tmp_path / "copied").rename(elsewhere / "copied")
+    done = run_segapp(*words, "copied", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
-    own, copied = (load_checkpoint(tmp_path / name).state for name in ("own", "copied"))
+    own, copied = (load_checkpoint(folder).state for folder in (tmp_path / "own", elsewhere / "copied"))
     assert copied["position"] == own["position"]
     assert differing(copied["model"], own["model"]) == []
     assert copied["parts"] == own["parts"] == load_checkpoint(tmp_path / "own", "best").state["parts"]

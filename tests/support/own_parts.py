@@ -303,3 +303,13 @@ def no_transform() -> list[Any]:
 def failing() -> Callable[..., Any]:
     """Fails."""
     return lambda image, mask, seed: (image[:, 5000], mask[:, 5000])
+
+
+def nothing_back() -> Callable[..., Any]:
+    """Changes the image in place."""
+    return lambda image, mask, seed: image.sort(0)
+
+
+def always() -> Callable[..., Any]:
+    """Makes every image darker, whatever the seed."""
+    return lambda image, mask, seed: (image // 2, mask)

@@ -208,7 +208,7 @@ class TransformBuilder:
         if isinstance(made, _TRANSFORMS):
             return made
         if callable(made):
-            return SeededFunction(made)
+            return SeededFunction(made, name)
         self.problems.append(
             f"{place} = {name} makes a {type(made).__name__}: return a transform of albumentations, a list of them, "
             "or a function of (image, mask, seed)"
@@ -268,16 +268,18 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations has no types
-    """A function of (image, mask, seed) that returns image and mask, as a transform."""
+    """A function of (image, mask, seed) that returns image and mask, as a transform with a name in messages."""
 
-    def __init__(self, function: Transform) -> None:
+    def __init__(self, function: Transform, name: str) -> None:
         super().__init__(p=1.0)
-        self.function = function
+        self.function, self.name = function, name
 
     def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> dict[str, Any]:
         """Return the data with the function's image and mask."""
-        image, mask = self.function(data["image"], data["mask"], self.seed)
-        return {**data, "image": image, "mask": mask}
+        found = self.function(data["image"], data["mask"], self.seed)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(f"it returns a {type(found).__name__}: return (image, mask)")
+        return {**data, "image": found[0], "mask": found[1]}
 
 
 _TRANSFORMS = (A.BasicTransform, A.BaseCompose)

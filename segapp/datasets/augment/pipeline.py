@@ -16,7 +16,15 @@ import numpy as np
 from albumentations.augmentations.crops.transforms import BaseCrop
 
 from segapp.datasets.augment.crop import ScaledCrop, resize
-from segapp.datasets.augment.entries import STANDARD, BandValues, Entry, TransformBuilder, leaves, raise_problems
+from segapp.datasets.augment.entries import (
+    STANDARD,
+    BandValues,
+    Entry,
+    SeededFunction,
+    TransformBuilder,
+    leaves,
+    raise_problems,
+)
 from segapp.datasets.images.pixel_format import Pixels
 from segapp.datasets.sampling import mix_seed
 
@@ -142,7 +150,8 @@ def _refuse_fixed(steps: Sequence[Any], pairs: Sequence[tuple[Pixels, Pixels]]) 
         fixed, is_cropped = _fixed_in(step, cures, is_cropped)
         if fixed is not None:
             what = "changes every training image, but none in evaluation and predict"
-            raise_problems([f"data.augment[{number}]: {type(fixed).__name__} {what}: {cures[fixed]}"])
+            cure = "change only some of them" if isinstance(fixed, SeededFunction) else cures[fixed]
+            raise_problems([f"data.augment[{number}]: {_named(fixed)} {what}: {cure}"])
 
 
 def _fixed_in(step: Any, cures: Mapping[Any, str], is_cropped: bool, *, is_forced: bool = False) -> tuple[Any, bool]:
@@ -200,9 +209,9 @@ def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int
     """
     resized_by = skipped = None
     for number, step in enumerate(transform.steps):
-        parts = [type(leaf).__name__ for leaf in leaves(step)]
+        parts = [*map(_named, leaves(step))]
         inner = f" ({', '.join(parts)})" if isinstance(step, A.BaseCompose) else ""
-        place = f"data.augment[{number}]: {type(step).__name__}{inner}"
+        place = f"data.augment[{number}]: {_named(step)}{inner}"
         if skips and step.p < 1:
             skipped = place
             continue
@@ -223,6 +232,11 @@ def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int
         raise_problems([f"{skipped} is not always applied, and images have {size_px} without it: set its p to 1"])
     if image.shape[:2] != transform.crop_px:
         raise_problems([_wrong_size(image.shape[:2], transform.crop_px, resized_by)])
+
+
+def _named(step: Any) -> str:
+    """Return the name of a transform in a config."""
+    return step.name if isinstance(step, SeededFunction) else type(step).__name__
 
 
 def _applied(step: Any, image: Pixels, mask: Pixels, seed: int) -> tuple[Any, Any]:
