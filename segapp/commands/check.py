@@ -26,6 +26,7 @@ from segapp.config import DataConfig, LossConfig, RunConfig
 from segapp.custom.names import is_component
 from segapp.datasets.files import ImagePair, refuse_in_data, shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
+from segapp.datasets.images.tiles import Tiles
 from segapp.datasets.images.windows import PERCENTILES, config_values, kinds_of_pixels, measure_ranges, reduced_pixels
 from segapp.datasets.inspection import (
     IGNORABLE_FRAC,
@@ -43,7 +44,7 @@ from segapp.datasets.resources import usable_cores
 from segapp.datasets.targets import RULES, class_weights
 from segapp.errors import DataError, some_names, storage_errors
 from segapp.onboarding.conversion import encode_png, is_written, refuse_foreign
-from segapp.onboarding.division import find_shared_groups
+from segapp.onboarding.division import find_shared_groups, touching_note
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import write_atomic
 from segapp.run.folder import FIRST_BATCH
@@ -130,6 +131,13 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
         both = find_shared_groups({name: [pair.name for pair in splits[name]] for name in (train, val)})
     if both is not None:
         findings.append(DataProblem("warning", "group", val, str(both)))
+    sides = [name for name in splits for _ in splits[name]]
+    tiles = Tiles.of([pair.image for pairs in splits.values() for pair in pairs])
+    if num := tiles.num_across(sides, val):
+        move = "segapp init keeps such images on one side"
+        findings.append(
+            DataProblem("warning", "group", val, f"{touching_note(num, len(splits[val]), val, train)}; {move}")
+        )
     try:
         if train == val:  # else pixels are compared
             check_splits_apart(data, splits[train], splits[val])

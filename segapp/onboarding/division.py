@@ -20,7 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
+import numpy as np
+from numpy.typing import NDArray
+
 from segapp.datasets.files import shown
+from segapp.datasets.images.tiles import Tiles
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.layout import Pair, open_question
 from segapp.onboarding.tree import known_words
@@ -236,8 +240,12 @@ class Division:
     lines: tuple[str, ...] = field(default=())  # description
 
 
-def divided(pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int) -> Division:
+def divided(
+    pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, tiles: Tiles
+) -> Division:
     """Return the pairs for training and for validation; the options are the same as in `InitRequest`.
+
+    Images that touch by their georeferences, the `tiles` of the pairs, stay on one side, unless `group` says otherwise.
 
     ConfigError is raised if the data have splits and a share or groups are given, or if a side would be empty.
     """
@@ -245,22 +253,23 @@ def divided(pairs: Sequence[Pair], share: float | None, group: str | None, folds
     test = [pair for pair in pairs if pair.split == "test"]
     rest = [pair for pair in pairs if pair.split != "test"]
     if folds is not None:
-        return _in_folds(rest or pairs, group, folds, seed)
+        pairs, tiles = (rest, _tiles_of(tiles, pairs, rest)) if rest else (pairs, tiles)
+        return _in_folds(pairs, group, folds, seed, tiles)
     has_options = share is not None or group is not None
     if "train" in splits and ("val" in splits or (test and not has_options)):
         if has_options:
             raise ConfigError(
                 "the data are divided already (train, val): leave --val-share and --group out, or give --folds"
             )
-        return _published(pairs, "val" if "val" in splits else "test")
+        return _published(pairs, "val" if "val" in splits else "test", tiles)
     lists: dict[str, Sequence[Pair]] = {}
     named = sorted(split for split in splits if split is not None)
     known = f"only {' and '.join(named)} has images with masks" if named else "the data have none"
     if "train" in splits and test:
-        pairs, lists["test"] = rest, test
+        tiles, pairs, lists["test"] = _tiles_of(tiles, pairs, rest), rest, test
         known = f"{len(test)} test images are left for segapp eval"
     share = DEFAULT_SHARE if share is None else share
-    grouping = group_pairs(pairs, group)
+    grouping, lines = _with_neighbors(pairs, group, tiles, share * len(pairs), 2, seed)
     sides = divide(pairs, grouping, share, seed)
     train, val = ([pair for pair, side in zip(pairs, sides, strict=True) if side == own] for own in ("train", "val"))
     line = (
@@ -268,10 +277,78 @@ def divided(pairs: Sequence[Pair], share: float | None, group: str | None, folds
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
     lists = {"train": train, "val": val, **lists}
-    return Division(train, val, lists, lines=(line, _groups_line(pairs, grouping)))
+    lines += _across_lines(tiles, sides, "val", "train")
+    return Division(train, val, lists, lines=(line, _groups_line(pairs, grouping), *lines))
 
 
-def _published(pairs: Sequence[Pair], val_split: str) -> Division:
+def _tiles_of(tiles: Tiles, pairs: Sequence[Pair], chosen: Sequence[Pair]) -> Tiles:
+    at = [number for number, pair in enumerate(pairs) if pair in chosen]
+    return Tiles(tiles.corners[at], tiles.sides_px[at])
+
+
+def _across_lines(tiles: Tiles, sides: Sequence[str | None], val: str, train: str) -> list[str]:
+    num = tiles.num_across(sides, val)
+    return [f"warning: {touching_note(num, sides.count(val), val, train)}"] if num else []
+
+
+def touching_note(num: int, num_all: int, val: str, train: str) -> str:
+    """Return a sentence on the images of a split that touch an image for training by their georeferences."""
+    return (
+        f"{num} of {num_all} images of {val} touch one of {train} by their georeferences: scores on {val} are too good"
+    )
+
+
+def _with_neighbors(
+    pairs: Sequence[Pair], group: str | None, tiles: Tiles, size: float, least: int, seed: int
+) -> tuple[Grouping, list[str]]:
+    """Return the groups of the pairs after those that touch were joined, and a line about them.
+
+    If the joined groups are too large for at least `least` groups of about `size` images, the largest is cut into such
+    parts along its longer side; its own groups stay whole.
+    """
+    own = group_pairs(pairs, group)
+    groups, num = tiles.joined(own.groups)
+    if group is not None or not num:
+        return own, []
+    kind = "tiles that touch" if own.kind == "image" else f"{own.kind}, tiles that touch"
+    line, rest = f"tiles: {num} of {len(pairs)} images touch another one by their georeferences", "and stay on one side"
+    sizes = Counter(groups)
+    is_enough = len(sizes) >= least and sum(each for each in sizes.values() if each < 2 * size) >= size / 2
+    if not is_enough:
+        largest = max(sizes, key=lambda each: (sizes[each], each))
+        inside = [number for number, each in enumerate(groups) if each == largest]
+        for number, part in zip(inside, _parts(tiles, own.groups, inside, size, least, seed), strict=True):
+            groups[number] = f"{largest}, part {part + 1}"
+        rest = f"and {len(inside)} images are one scene, which is cut into contiguous parts"
+    return Grouping(tuple(groups), kind), [f"{line}, {rest}"]
+
+
+def _parts(
+    tiles: Tiles, groups: Sequence[str], inside: Sequence[int], size: float, least: int, seed: int
+) -> NDArray[np.intp]:
+    """Return the part of each image of a scene: parts of about `size` images, or for two, one of them and the rest."""
+    corners = np.nan_to_num(tiles.corners[inside])
+    across, down = np.median(corners[:, 1] - corners[:, 0], axis=0)  # the axes of the tiles, which may be rotated
+    corners = corners @ np.array([(across, -down), (down, across)])
+    unit = np.unique([groups[number] for number in inside], return_inverse=True)[1]
+    centers = np.array([corners[unit == each].mean((0, 1)) for each in range(unit.max() + 1)])[unit]
+    axis = int(np.ptp(centers, axis=0).argmax())
+    columns = np.round(2 * centers[:, [axis]] / np.median(np.ptp(corners[..., axis], axis=1)))
+    part = np.zeros(len(inside), np.intp)
+    # Whole columns of tiles if they give enough parts, so that the cut is straight; else single tiles, or their groups.
+    for key in (columns, np.column_stack([centers[:, [axis, 1 - axis]], unit])):
+        _, rank, counts = np.unique(key, axis=0, return_inverse=True, return_counts=True)
+        rank = rank.ravel()
+        if seed % 2:
+            rank, counts = len(counts) - 1 - rank, counts[::-1]
+        part = ((np.cumsum(counts) - counts / 2) / size).astype(np.intp)[rank]
+        part = np.minimum(part, 1) if least == 2 else part
+        if len({*part.tolist()}) >= least:
+            break
+    return part
+
+
+def _published(pairs: Sequence[Pair], val_split: str, tiles: Tiles) -> Division:
     """Return the division of the data set, with a warning if a patient or a recording is in both splits."""
     own = {split: [pair for pair in pairs if pair.split == split] for split in ("train", val_split)}
     train, val = own.values()
@@ -284,11 +361,12 @@ def _published(pairs: Sequence[Pair], val_split: str) -> Division:
     images = {split: [pair.image for pair in found] for split, found in own.items()}
     if (both := find_shared_groups(images)) is not None:
         lines.append(f"warning: {both}")
+    lines += _across_lines(tiles, [pair.split for pair in pairs], val_split, "train")
     return Division(train, val, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
 
 
-def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> Division:
-    grouping = group_pairs(pairs, group)
+def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int, tiles: Tiles) -> Division:
+    grouping, lines = _with_neighbors(pairs, group, tiles, len(pairs) / folds, folds, seed)
     fold_of = divide_into_folds(grouping, folds, seed)
     lists: dict[str, Sequence[Pair]] = {}
     for fold in range(folds):
@@ -296,7 +374,11 @@ def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -
         lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
     sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
-    return Division(lists["fold0-train"], lists["fold0-val"], lists, lines=(line, _groups_line(pairs, grouping)))
+    sides = ["val" if fold == 0 else "train" for fold in fold_of]
+    lines += _across_lines(tiles, sides, "val", "train")
+    return Division(
+        lists["fold0-train"], lists["fold0-val"], lists, lines=(line, _groups_line(pairs, grouping), *lines)
+    )
 
 
 def _groups_line(pairs: Sequence[Pair], grouping: Grouping) -> str:

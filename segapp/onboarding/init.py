@@ -21,6 +21,7 @@ from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, check_pairs, refuse_in_data, shared_images, shown
 from segapp.datasets.images.pixel_format import RGB8
+from segapp.datasets.images.tiles import Tiles
 from segapp.datasets.images.windows import measure_pixels, nodata_note
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -111,7 +112,8 @@ def propose_config(request: InitRequest) -> InitResult:
     chosen = with_valid_areas(root, chosen, found)
     chosen, image_root, mask_root = _written(tree, chosen, out, lines, request.mask_orientation)
     try:
-        division = divided(list(chosen.pairs), request.val_share, request.group, request.folds, request.seed)
+        pairs, tiles = list(chosen.pairs), Tiles.of([image_root / pair.image for pair in chosen.pairs])
+        division = divided(pairs, request.val_share, request.group, request.folds, request.seed, tiles)
         facts = _facts(name, tree, chosen, out, request, division, image_root, mask_root)
     except DataError as error:
         missed = lines[: len(chosen.pairs) == 1] + [line for line in lines if line.startswith("left out: ")]

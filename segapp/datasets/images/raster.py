@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import ImagePair, damaged, shown, tiff_tags
 from segapp.datasets.images.pixel_format import Pixels
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
+from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import DataError, install_command
 from segapp.run.words import first_line
 
@@ -185,6 +186,40 @@ def has_control_points(path: Path) -> bool:
     """Return True if a TIFF says by control points where some of its pixels lie."""
     with opened(path) as source:
         return bool(source.gcps[0])
+
+
+def read_corners(paths: Sequence[Path]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the corners of TIFFs on the map, (N, 4, 2), around each one, and their sides in pixels, (N, 2).
+
+    The coordinate system is that of the first TIFF that has one. Corners are NaN if they are not known in it.
+    """
+    from rasterio.crs import CRS
+    from rasterio.errors import RasterioError
+    from rasterio.warp import transform
+
+    def read(path: Path) -> tuple[str | None, NDArray[np.float64], tuple[int, int]]:
+        try:
+            with opened(path) as source:
+                width, height, affine = source.width, source.height, source.transform
+                crs = None if source.crs is None else source.crs.to_wkt()
+        except DataError:  # the reader of the pixels reports it
+            return None, np.full((4, 2), np.nan), (1, 1)
+        a, b, c, d, e, f = tuple(affine)[:6]
+        places = np.array([(0, 0), (width, 0), (width, height), (0, height)]) @ [[a, d], [b, e]] + (c, f)
+        return crs, np.where(affine.is_identity, np.nan, places), (width, height)
+
+    found = [*side_by_side(read, paths, READERS)]
+    map_crs = next((crs for crs, corners, _ in found if crs is not None and np.isfinite(corners).all()), None)
+    for crs, corners, _ in found:
+        if crs != map_crs and np.isfinite(corners).all():
+            try:
+                xs, ys = transform(CRS.from_wkt(crs), CRS.from_wkt(map_crs), *corners.T) if crs else (np.nan, np.nan)
+            except RasterioError:
+                xs = ys = np.nan
+            corners[:, 0], corners[:, 1] = xs, ys
+    corners = np.array([corners for _, corners, _ in found])
+    corners[~np.isfinite(corners).all((1, 2))] = np.nan
+    return corners, np.array([sides_px for *_, sides_px in found], np.float64)
 
 
 def check_same_place(pair: ImagePair) -> None:
