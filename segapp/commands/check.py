@@ -44,7 +44,7 @@ from segapp.datasets.resources import usable_cores
 from segapp.datasets.targets import RULES, class_weights
 from segapp.errors import DataError, some_names, storage_errors
 from segapp.onboarding.conversion import encode_png, is_written, refuse_foreign
-from segapp.onboarding.division import find_shared_groups, touching_note
+from segapp.onboarding.division import find_shared_groups, touching_notes
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import write_atomic
 from segapp.run.folder import FIRST_BATCH
@@ -71,7 +71,7 @@ def check_data(config: RunConfig, *, as_json: bool, pictures: Path | None = None
     splits, before = _collect(data)
     if pictures is not None:
         _check_place(pictures, data, splits)
-    measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
+    measured, problem = _measure(data, scheme, next(name for name in splits if splits[name]), splits)
     if problem is not None:
         before.append(problem)
     elif data.dtype == "uint8" or data.value_range is not None:
@@ -133,11 +133,9 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
         findings.append(DataProblem("warning", "group", val, str(both)))
     sides = [name for name in splits for _ in splits[name]]
     tiles = Tiles.of([pair.image for pairs in splits.values() for pair in pairs])
-    if num := tiles.num_across(sides, val):
-        move = "segapp init keeps such images on one side"
-        findings.append(
-            DataProblem("warning", "group", val, f"{touching_note(num, len(splits[val]), val, train)}; {move}")
-        )
+    for note in touching_notes(tiles, sides, val, train):
+        message = f"{note.removeprefix('warning: ')}; keep each scene on one side, as segapp init does for several"
+        findings.append(DataProblem("warning", "group", val, message))
     try:
         if train == val:  # else pixels are compared
             check_splits_apart(data, splits[train], splits[val])
@@ -196,21 +194,21 @@ def _counts_pixels(loss: LossConfig) -> bool:
 
 
 def _measure(
-    data: DataConfig, split: str, splits: Mapping[str, Sequence[ImagePair]]
+    data: DataConfig, scheme: ClassScheme, split: str, splits: Mapping[str, Sequence[ImagePair]]
 ) -> tuple[PixelFormat | None, DataProblem | None]:
     """Return the pixels of a split with the measured range of each band, and an error if the config lacks the range.
 
     The pixels are None for 8-bit RGB, whose range is known.
     """
-    paths = [pair.image for pair in splits[split]]
-    kinds = kinds_of_pixels(paths) if data.bands is None else {}
+    pairs = splits[split]
+    kinds = kinds_of_pixels([pair.image for pair in pairs]) if data.bands is None else {}
     found = reduced_pixels(kinds)
     if data.bands is None and (found is None or found.pages or found.dtype not in DTYPES):
         return None, None
     bands = tuple(range(1, found.bands + 1)) if found is not None else data.bands
     pixels = PixelFormat(bands, data.dtype if found is None else found.dtype)
     try:
-        measured = replace(pixels, value_range=measure_ranges(paths, pixels))
+        measured = replace(pixels, value_range=measure_ranges(pairs, pixels, scheme))
     except DataError:
         return pixels, None  # each image is reported when it is read
     if found is not None:
@@ -228,7 +226,7 @@ def _pixel_lines(measured: PixelFormat | None) -> list[str]:
         return []
     low, high = PERCENTILES
     return [
-        f"\npixels: {measured.layout}; value_range holds the middle {high - low:g} % of each band's values:",
+        f"\npixels: {measured.layout}; value_range holds the middle {high - low:g} % of each class in each band:",
         *(f"  {key}: {value}" for key, value in config_values(measured).items()),
     ]
 

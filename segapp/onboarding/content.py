@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
-from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.layouts.schemes import Color, Palettes, palette_of
 from segapp.datasets.masks import (
     check_one_frame,
@@ -143,7 +142,6 @@ def _size(pair: ImagePair) -> tuple[int, int] | DataError:
         header = read_header(pair.image)
     except DataError as error:
         return error
-    check_same_place(pair)
     return header.height_px, header.width_px
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
@@ -31,6 +31,9 @@ from segapp.onboarding.tree import known_words
 
 DEFAULT_SHARE = 0.2
 EACH_IMAGE = ".+"  # value of `--group` with which each image is its own group
+
+TilesOf = Callable[[Sequence[Pair]], Tiles]
+"""Function that returns the places of the images of some pairs."""
 
 _MIN_GROUPS = 3
 _MOST_IN_ONE = 0.8  # largest share of the images in one group, unless a word names it
@@ -241,11 +244,11 @@ class Division:
 
 
 def divided(
-    pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, tiles: Tiles
+    pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, tiles_of: TilesOf
 ) -> Division:
     """Return the pairs for training and for validation; the options are the same as in `InitRequest`.
 
-    Images that touch by their georeferences, the `tiles` of the pairs, stay on one side, unless `group` says otherwise.
+    Images whose tiles touch, as `tiles_of` returns them, stay on one side, unless `group` says otherwise.
 
     ConfigError is raised if the data have splits and a share or groups are given, or if a side would be empty.
     """
@@ -253,22 +256,22 @@ def divided(
     test = [pair for pair in pairs if pair.split == "test"]
     rest = [pair for pair in pairs if pair.split != "test"]
     if folds is not None:
-        pairs, tiles = (rest, _tiles_of(tiles, pairs, rest)) if rest else (pairs, tiles)
-        return _in_folds(pairs, group, folds, seed, tiles)
+        return _in_folds(rest or pairs, group, folds, seed, tiles_of(rest or pairs))
     has_options = share is not None or group is not None
     if "train" in splits and ("val" in splits or (test and not has_options)):
         if has_options:
             raise ConfigError(
                 "the data are divided already (train, val): leave --val-share and --group out, or give --folds"
             )
-        return _published(pairs, "val" if "val" in splits else "test", tiles)
+        return _published(pairs, "val" if "val" in splits else "test", tiles_of)
     lists: dict[str, Sequence[Pair]] = {}
     named = sorted(split for split in splits if split is not None)
     known = f"only {' and '.join(named)} has images with masks" if named else "the data have none"
     if "train" in splits and test:
-        tiles, pairs, lists["test"] = _tiles_of(tiles, pairs, rest), rest, test
+        pairs, lists["test"] = rest, test
         known = f"{len(test)} test images are left for segapp eval"
     share = DEFAULT_SHARE if share is None else share
+    tiles = tiles_of(pairs)
     grouping, lines = _with_neighbors(pairs, group, tiles, share * len(pairs), 2, seed)
     sides = divide(pairs, grouping, share, seed)
     train, val = ([pair for pair, side in zip(pairs, sides, strict=True) if side == own] for own in ("train", "val"))
@@ -277,25 +280,15 @@ def divided(
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
     lists = {"train": train, "val": val, **lists}
-    lines += _across_lines(tiles, sides, "val", "train")
-    return Division(train, val, lists, lines=(line, _groups_line(pairs, grouping), *lines))
+    lines = [line, _groups_line(pairs, grouping), *lines, *touching_notes(tiles, sides)]
+    return Division(train, val, lists, lines=tuple(lines))
 
 
-def _tiles_of(tiles: Tiles, pairs: Sequence[Pair], chosen: Sequence[Pair]) -> Tiles:
-    at = [number for number, pair in enumerate(pairs) if pair in chosen]
-    return Tiles(tiles.corners[at], tiles.sides_px[at])
-
-
-def _across_lines(tiles: Tiles, sides: Sequence[str | None], val: str, train: str) -> list[str]:
-    num = tiles.num_across(sides, val)
-    return [f"warning: {touching_note(num, sides.count(val), val, train)}"] if num else []
-
-
-def touching_note(num: int, num_all: int, val: str, train: str) -> str:
-    """Return a sentence on the images of a split that touch an image for training by their georeferences."""
-    return (
-        f"{num} of {num_all} images of {val} touch one of {train} by their georeferences: scores on {val} are too good"
-    )
+def touching_notes(tiles: Tiles, splits: Sequence[str], val: str = "val", train: str = "train") -> list[str]:
+    """Return a sentence on the images of a split that touch one of another split by their georeferences, or none."""
+    num, num_all = tiles.num_across(splits, val), splits.count(val)
+    what = f"warning: {num} of {num_all} images of {val} touch one of {train} by their georeferences"
+    return [f"{what}: scores on {val} are too good"] if num else []
 
 
 def _with_neighbors(
@@ -348,7 +341,7 @@ def _parts(
     return part
 
 
-def _published(pairs: Sequence[Pair], val_split: str, tiles: Tiles) -> Division:
+def _published(pairs: Sequence[Pair], val_split: str, tiles_of: TilesOf) -> Division:
     """Return the division of the data set, with a warning if a patient or a recording is in both splits."""
     own = {split: [pair for pair in pairs if pair.split == split] for split in ("train", val_split)}
     train, val = own.values()
@@ -361,7 +354,8 @@ def _published(pairs: Sequence[Pair], val_split: str, tiles: Tiles) -> Division:
     images = {split: [pair.image for pair in found] for split, found in own.items()}
     if (both := find_shared_groups(images)) is not None:
         lines.append(f"warning: {both}")
-    lines += _across_lines(tiles, [pair.split for pair in pairs], val_split, "train")
+    sides = ["train"] * len(train) + [val_split] * len(val)
+    lines += touching_notes(tiles_of([*train, *val]), sides, val_split)
     return Division(train, val, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
 
 
@@ -374,11 +368,9 @@ def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int, t
         lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
     sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
-    sides = ["val" if fold == 0 else "train" for fold in fold_of]
-    lines += _across_lines(tiles, sides, "val", "train")
-    return Division(
-        lists["fold0-train"], lists["fold0-val"], lists, lines=(line, _groups_line(pairs, grouping), *lines)
-    )
+    notes = touching_notes(tiles, ["train" if fold else "val" for fold in fold_of])
+    lines = [line, _groups_line(pairs, grouping), *lines, *notes]
+    return Division(lists["fold0-train"], lists["fold0-val"], lists, lines=tuple(lines))
 
 
 def _groups_line(pairs: Sequence[Pair], grouping: Grouping) -> str:

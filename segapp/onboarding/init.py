@@ -21,11 +21,13 @@ from segapp.assembly.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, check_pairs, refuse_in_data, shared_images, shown
 from segapp.datasets.images.pixel_format import RGB8
+from segapp.datasets.images.raster import check_same_place
 from segapp.datasets.images.tiles import Tiles
-from segapp.datasets.images.windows import measure_pixels, nodata_note
+from segapp.datasets.images.windows import measure_pixels, measure_ranges, nodata_note
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.orientation import Turns
+from segapp.datasets.resources import READERS, side_by_side
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
 from segapp.memory.plan import GpuSpec
 from segapp.onboarding.candidates import MAX_SHOWN, choose, confirm, evidence_of, find_candidates
@@ -42,6 +44,9 @@ from segapp.onboarding.proposal import CPU_ENCODER, GPU_ENCODER, Facts, config_t
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
+
+_MAX_BAD = 10
+"""Number of bad pairs that an error names."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,10 @@ def propose_config(request: InitRequest) -> InitResult:
     chosen = with_valid_areas(root, chosen, found)
     chosen, image_root, mask_root = _written(tree, chosen, out, lines, request.mask_orientation)
     try:
-        pairs, tiles = list(chosen.pairs), Tiles.of([image_root / pair.image for pair in chosen.pairs])
-        division = divided(pairs, request.val_share, request.group, request.folds, request.seed, tiles)
+        options = request.val_share, request.group, request.folds, request.seed
+        division = divided(
+            list(chosen.pairs), *options, lambda pairs: Tiles.of([image_root / pair.image for pair in pairs])
+        )
         facts = _facts(name, tree, chosen, out, request, division, image_root, mask_root)
     except DataError as error:
         missed = lines[: len(chosen.pairs) == 1] + [line for line in lines if line.startswith("left out: ")]
@@ -175,6 +182,7 @@ def _facts(
             f"{len(both)} validation images are also training images, such as {shown(both[0])}: take them out of "
             "one of the lists"
         )
+    _refuse_bad_pairs([*train, *val])
     content = read_contents([*train, *val], as_rgb=choices.masks == "colors" and not chosen.is_drawn)
     turns = Turns(choices.mask_orientation)
     with contextlib.suppress(DataError):  # reported when the pairs are read
@@ -217,6 +225,22 @@ def _facts(
     return Facts(name, root, format, keys, division, classes, content, machine, pixels, leads_outside=leads_outside)
 
 
+def _refuse_bad_pairs(pairs: Sequence[ImagePair]) -> None:
+    """Raise DataError if masks lie in another place than their images, or have another size there; it lists them."""
+
+    def problem(pair: ImagePair) -> DataError | None:
+        try:
+            check_same_place(pair)
+        except DataError as error:
+            return error
+        return None
+
+    found = [each for each in side_by_side(problem, pairs, READERS) if each is not None]
+    if found:
+        heading = f"{len(found)} of {len(pairs)} masks do not lie on their image: repair them, or move them elsewhere"
+        raise DataError.together(found[:_MAX_BAD], heading, len(found) - _MAX_BAD)
+
+
 def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: Path, *, is_tried: bool) -> Facts:
     """Write lists and configs; return the facts with what was measured for the first config.
 
@@ -256,6 +280,9 @@ def _measured(facts: Facts, draft: Path, lists: Path, *, is_tried: bool) -> Fact
     write_atomic(draft, data_text(facts))
     scheme, pairs = _check_draft(draft, facts.root, lists)
     facts = replace(facts, fingerprint=measure(pairs, scheme, facts.pixels or RGB8, facts.content.median_px))
+    if facts.pixels is not None:
+        pixels = replace(facts.pixels, value_range=measure_ranges(pairs, facts.pixels, scheme))
+        facts = replace(facts, pixels=pixels)
     if is_tried:
         encoder = GPU_ENCODER if facts.machine.num_gpus else CPU_ENCODER
         facts = replace(facts, weights_problem=weights_problem(encoder.name))

@@ -237,7 +237,9 @@ def _data_lines(facts: Facts) -> Iterator[str]:
         yield _line(f"  bands: {values['bands']}", "pictures show the first three as RGB: reorder them to choose")
         yield _line(f"  dtype: {values['dtype']}", "as in the image files")
         low, high = PERCENTILES
-        yield _line(f"  value_range: {values['value_range']}", f"{low:g} % and {high:g} % of the values, measured")
+        yield _line(
+            f"  value_range: {values['value_range']}", f"{low:g} % and {high:g} % of the values of each class, measured"
+        )
     for split in ("train", "val") if facts.fold is not None else ():
         yield f"  {split}_split: fold{facts.fold}-{split}"
     yield from _class_lines(facts)

@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import MAX_PIXELS, ImagePair, check_pixels, declared_nodata, shown, tiff_tags
+from segapp.datasets.files import (
+    MAX_PIXELS,
+    ImagePair,
+    check_pixels,
+    declared_nodata,
+    shown,
+    tiff_tags,
+    turn_of_mask,
+)
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat, Pixels, Range, StoredPixels, in_all_bands
 from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import bands_of, pixels_of, read_with_nodata
@@ -39,6 +47,7 @@ from segapp.datasets.masks import (
     unknown_ids_error,
     windowed_tags,
 )
+from segapp.datasets.orientation import upright
 from segapp.datasets.resources import READERS, evenly_spread, side_by_side
 from segapp.errors import DataError, some_names
 
@@ -201,7 +210,10 @@ def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
 
 
 PERCENTILES = (0.5, 99.5)
-"""Share of a band's values, in percent, below the lower and the upper end of its range."""
+"""Shares of the values of a class in a band, in percent, below the lower and the upper end of its range."""
+
+_LEAST_PX = 100
+"""Number of sampled pixels from which a class widens the ranges: fewer may be errors at borders."""
 
 _MAX_IMAGES = 64
 _MAX_PX = 2**17
@@ -229,38 +241,52 @@ def reduced_pixels(kinds: Iterable[StoredPixels]) -> StoredPixels | None:
     return next((stored for stored in kinds if RGB8.problem(stored) is not None), None)
 
 
-def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, ...]:
-    """Return the range of each band (B): percentiles over up to 64 images, rounded outwards for whole numbers.
+def measure_ranges(pairs: Sequence[ImagePair], pixels: PixelFormat, scheme: ClassScheme) -> tuple[Range, ...]:
+    """Return the range of each band (B): of the percentiles of each class, so that a rare class lies inside, too.
 
-    Images whose pixels do not fit `pixels`, or that cannot be read, are left out.
+    Up to 64 images are measured; whole numbers are rounded outwards. Images whose pixels do not fit `pixels`, or that
+    cannot be read, are left out; a mask that cannot be read counts as one class.
 
     Raises:
         DataError: none of the images can be read.
     """
-    samples = []
+    samples, ids = [], []
     problem: DataError | None = None
-    for path in evenly_spread(paths, _MAX_IMAGES):
+    for pair in evenly_spread(pairs, _MAX_IMAGES):
         try:
-            samples.append(_spread_pixels(path, pixels))
+            samples.append(_spread_pixels(pair.image, pixels))
         except DataError as error:
             problem = problem or error
+            continue
+        ids.append(np.zeros(len(samples[-1]), np.int32))
+        with contextlib.suppress(DataError, ValueError):  # of another size, or reported when the mask is used
+            if pair.masks:
+                turn = turn_of_mask(pair, scheme.mask_orientation)
+                mask = mask_windows(pair.masks[0], scheme) or upright(read_masks(pair.masks, scheme), turn)
+                ids[-1][:] = _spread(mask, mask.shape).ravel()
     if not samples:
         raise problem or DataError("there are no images to measure: check data.root and the split", key="data.root")
-    values = np.concatenate(samples)
-    return tuple(_range(values[:, band], is_whole=pixels.dtype != "float32") for band in range(pixels.num_bands))
+    values, classes = np.concatenate(samples), np.concatenate(ids)
+    found, counts = np.unique(classes, return_counts=True)
+    wide = [values[classes == each] for each in found[counts >= _LEAST_PX]] or [values]
+    return tuple(
+        _range([each[:, band] for each in wide], is_whole=pixels.dtype != "float32") for band in range(pixels.num_bands)
+    )
+
+
+def _spread(whole: Pixels | Windows, size: tuple[int, ...]) -> Pixels:
+    """Return evenly spread pixels of an image (H, W, B), or of its mask (H, W), as (h, w, B) or (h, w)."""
+    step = max(1, math.ceil(math.sqrt(size[0] * size[1] / _MAX_PX)))
+    row_blocks = [*whole.row_blocks()] if isinstance(whole, Windows) else [slice(0, None)]
+    return np.concatenate([whole[rows][-rows.start % step :: step, ::step] for rows in row_blocks])
 
 
 def _spread_pixels(path: Path, pixels: PixelFormat) -> np.ndarray:
     """Return pixels (K, B) of an image, evenly spread; NaN for nodata."""
     image, missing = load_image(path, pixels)
-    step = max(1, math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PX)))
-    row_blocks = [*image.row_blocks()] if isinstance(image, Windows) else [slice(0, None)]
-
-    def spread(whole: Pixels | Windows) -> Pixels:
-        blocks = [whole[rows][-rows.start % step :: step, ::step] for rows in row_blocks]
-        return np.concatenate(blocks).reshape(-1, pixels.num_bands)
-
-    return spread(image) if missing is None else np.where(spread(missing), np.nan, spread(image))
+    values = _spread(image, image.shape)
+    values = values if missing is None else np.where(_spread(missing, missing.shape), np.nan, values)
+    return values.reshape(-1, pixels.num_bands)
 
 
 def nodata_note(paths: Sequence[Path], pixels: PixelFormat) -> str | None:
@@ -276,9 +302,10 @@ def nodata_note(paths: Sequence[Path], pixels: PixelFormat) -> str | None:
     return f"{fmean(shares):.1%} {what}: ignored; gdal_edit.py -unsetnodata FILE makes them data" if values else None
 
 
-def _range(values: np.ndarray, *, is_whole: bool) -> Range:
-    finite = values[np.isfinite(values)]
-    low, high = (float(value) for value in np.percentile(finite, PERCENTILES)) if finite.size else (0.0, 1.0)
+def _range(classes: Sequence[np.ndarray], *, is_whole: bool) -> Range:
+    finite = [each for values in classes if (each := values[np.isfinite(values)]).size]
+    ends = np.array([np.percentile(values, PERCENTILES) for values in finite] or [(0.0, 1.0)])
+    low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
     low, high = (math.floor(low), math.ceil(high)) if is_whole else (float(f"{low:.5g}"), float(f"{high:.5g}"))
     return (float(low), float(high)) if high > low else (float(low), low + 1.0)
 
@@ -306,10 +333,10 @@ def compare_ranges(samples: Sequence[Pixels], pixels: PixelFormat) -> list[tuple
 def measure_pixels(
     paths: Sequence[Path], *, others: Sequence[Path] = (), are_bands: bool = False
 ) -> PixelFormat | None:
-    """Return all bands of images that 8-bit RGB would reduce, with their ranges; None for others.
+    """Return all bands of images that 8-bit RGB would reduce, without their ranges; None for others.
 
     Args:
-        paths: the images for training, which are measured.
+        paths: the images for training.
         others: further images, which are of the same kind.
         are_bands: treat three 8-bit bands as bands too, not as RGB.
 
@@ -329,8 +356,7 @@ def measure_pixels(
     if found.pages or found.dtype not in DTYPES:
         first = kinds[found][0]
         raise DataError(f"{shown(first)}: {RGB8.problem(found)}", path=first)
-    pixels = PixelFormat(tuple(range(1, found.bands + 1)), found.dtype)
-    return replace(pixels, value_range=measure_ranges(paths, pixels))
+    return PixelFormat(tuple(range(1, found.bands + 1)), found.dtype)
 
 
 def config_values(pixels: PixelFormat) -> dict[str, str]:

@@ -182,9 +182,9 @@ def test_range_is_that_of_the_data(
         monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
     paths = [pair.image for pair in draw(tmp_path, dtype, nodata)]
     pixels = PixelFormat((1, 3), dtype)
-    assert measure_ranges(paths, pixels) == ((1, 99),) * 2
     pairs = [ImagePair(path, None, "") for path in paths]
     scheme = class_scheme("folder", classes=[*"abc"])
+    assert measure_ranges(pairs, pixels, scheme) == ((1, 99),) * 2
     assert check_ranges("train", pairs, scheme, PixelFormat((1, 3), dtype, ((1, 99),) * 2)) == []
     (found,) = check_ranges("train", pairs, scheme, PixelFormat((1, 3), dtype, ((200, 210),) * 2))
     assert "100.0% of the values are clipped to [200, 210] (measured: 1 to 99)" in found.message

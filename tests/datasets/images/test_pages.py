@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
+from PIL import Image
 
 from segapp.assembly.data import build_dataset
 from segapp.assembly.pairs import build_scheme
@@ -151,11 +152,12 @@ def test_init_names_the_pixels_that_differ(tmp_path: Path) -> None:
 
 
 def percentiles(root: Path) -> list[list[int]]:
-    values = np.concatenate(
-        [tifffile.imread(path).reshape(-1, 4) for path in sorted((root / "images/train").iterdir())]
-    )
-    low, high = np.percentile(values, (0.5, 99.5), axis=0)
-    return [[int(np.floor(a)), int(np.ceil(b))] for a, b in zip(low, high, strict=True)]
+    images = sorted((root / "images/train").iterdir())
+    values = np.concatenate([tifffile.imread(path).reshape(-1, 4) for path in images])
+    ids = np.concatenate([np.array(Image.open(next((root / "masks/train").glob(f"{path.stem}.*")))) for path in images])
+    of_class = [values[ids.ravel() == each] for each in np.unique(ids)]
+    low, high = np.transpose([np.percentile(each, (0.5, 99.5), axis=0) for each in of_class], (1, 2, 0))
+    return [[int(np.floor(a.min())), int(np.ceil(b.max()))] for a, b in zip(low, high, strict=True)]
 
 
 @pytest.mark.parametrize("known", [[], ["bands", "dtype"]])

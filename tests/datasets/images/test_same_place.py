@@ -121,6 +121,27 @@ def test_every_reader_compares_the_places(tmp_path: Path) -> None:
             read()
 
 
+def test_init_lists_all_pairs_that_lie_elsewhere(tmp_path: Path) -> None:
+    """Ten of them by name, each with its reason, and the number of the others."""
+    grids = {"right": shifted(c=80), "coarse": shifted(a=3), "turned": shifted(b=2, d=2)}
+    for number in range(16):
+        kind = "good" if number % 5 == 4 else [*grids][number % 3]
+        own = tuple(np.add(GRID, (0, 0, 5300 * number, 0, 0, 0)))
+        moved = tuple(np.add(grids.get(kind, GRID), (0, 0, 5300 * number, 0, 0, 0)))
+        write(tmp_path / "d" / "images" / f"{number:04}_{kind}.tif", pixels_of(number, 3, 255), own)
+        write(tmp_path / "d" / "masks" / f"{number:04}_{kind}.tif", pixels_of(number, 1, 3), moved)
+    with pytest.raises(DataError) as caught:
+        proposed(tmp_path / "d", tmp_path / "made.yaml")
+    heading, *listed, rest = str(caught.value).split("\n  ")
+    assert heading.startswith("13 of 16 masks do not lie on their image: ")
+    assert rest.startswith("and 3 more")
+    assert len(listed) == len({*listed}) == 10
+    for line in listed:
+        name = line.partition(": its georeference is ")[0].rpartition("/")[2]
+        number, kind = int(name[:4]), name[5:-4]
+        assert str(tuple(np.add(grids[kind], (0, 0, 5300 * number, 0, 0, 0)).tolist())) in line
+
+
 def test_a_pipe_or_a_damaged_file_is_left_to_its_reader(tmp_path: Path) -> None:
     image = write(tmp_path / "image.tif", pixels_of(0, 3, 255))
     os.mkfifo(tmp_path / "pipe.tif")

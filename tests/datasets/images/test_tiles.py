@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rasterio.transform import Affine  # noqa: E402
 
 from segapp.commands.check import check_data  # noqa: E402
 from segapp.datasets.images.tiles import Tiles  # noqa: E402
-from segapp.onboarding.division import Division, divided  # noqa: E402
+from segapp.onboarding.division import Division, TilesOf, divided  # noqa: E402
 from segapp.onboarding.layout import Pair  # noqa: E402
 from tests.support.drawn_folders import proposed  # noqa: E402
 
@@ -93,9 +94,15 @@ def scene(rows: int, columns: int, left: float, top: float = 0, turn: float = 0)
     return np.array(tiles * 640 @ np.array([[cos, sin], [-sin, cos]]) + (left, top))
 
 
-def division(corners: np.ndarray, names: list[str], seed: int, folds: int | None = None, **pair: Any) -> Division:
-    tiles = Tiles(corners, np.full((len(corners), 2), 64.0))
-    return divided([Pair(name, name, **pair) for name in names], None, None, folds, seed, tiles)
+def tiles_of(corners: np.ndarray, names: list[str]) -> TilesOf:
+    def found(pairs: Sequence[Pair]) -> Tiles:
+        return Tiles(corners[[names.index(pair.image) for pair in pairs]], np.full((len(pairs), 2), 64.0))
+
+    return found
+
+
+def division(corners: np.ndarray, names: list[str], seed: int, folds: int | None = None) -> Division:
+    return divided([Pair(name, name) for name in names], None, None, folds, seed, tiles_of(corners, names))
 
 
 def sides_of(found: Division, names: list[str]) -> list[str]:
@@ -151,12 +158,13 @@ def test_one_scene_is_cut_into_contiguous_parts(rows: int, columns: int, turn: f
 
 def test_given_splits_and_groups_say_how_many_touch() -> None:
     corners, names = scene(4, 4, 0), [f"{number}.tif" for number in range(16)]
-    tiles = Tiles(corners, np.full((16, 2), 64.0))
-    pairs = [Pair(name, name, "val" if number < 6 else "train") for number, name in enumerate(names)]
-    found = divided(pairs, None, None, None, 0, tiles)
-    assert any("warning: 5 of 6 images of val touch one of train by" in line for line in found.lines)
+    places = tiles_of(corners, names)
+    splits = [*["val"] * 6, "test", *["train"] * 9]  # a test image next to it does not count
+    pairs = [Pair(name, name, split) for name, split in zip(names, splits, strict=True)]
+    found = divided(pairs, None, None, None, 0, places)
+    assert any("warning: 4 of 6 images of val touch one of train by" in line for line in found.lines)
     loose = [Pair(name, name) for name in names]
-    by_user = divided(loose, None, ".+", None, 0, tiles)
+    by_user = divided(loose, None, ".+", None, 0, places)
     assert len(by_user.val) == 3
     assert any("of 3 images of val touch one of train by" in line for line in by_user.lines)
 

@@ -193,10 +193,40 @@ def test_measured_pixels_lie_on_a_grid_over_the_whole_image(
 
 
 def test_ranges_are_of_images_from_the_whole_list(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{number}.tif" for number in range(130)]
-    for number, path in enumerate(paths):
-        tifffile.imwrite(path, np.full((3, 5), number, np.uint16))
-    assert measure_ranges(paths, PixelFormat((1,), "uint16")) == ((0.0, 126.0),), "every other one, of at most 64"
+    """Of every other one of 130, as at most 64 are measured."""
+    pairs = [ImagePair(tmp_path / f"{number}.tif", None, str(number)) for number in range(130)]
+    for number, pair in enumerate(pairs):
+        tifffile.imwrite(pair.image, np.full((3, 5), number, np.uint16))
+    assert measure_ranges(pairs, PixelFormat((1,), "uint16"), SCHEME) == ((0.0, 126.0),)
+
+
+@pytest.mark.parametrize("large_px", [1, 10**9])
+def test_rare_class_lies_in_the_range(large_px: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against numpy's percentiles of each class; a hot pixel and a class of a few pixels do not count."""
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", large_px)
+    rng, pairs, seen, classes = np.random.default_rng(1), [], [], []
+    for number in range(3):
+        ids = np.where(rng.random(SIZE) < 0.005, 1, 0).astype(np.uint8)
+        ids[5, 9 * number : 9 * number + 9] = 2
+        image = np.stack(
+            [300 + 40 * rng.standard_normal(SIZE) + 1500.0 * ids, 900 - 500 * (ids == 1) + rng.random(SIZE)], 2
+        )
+        image[ids == 2], image[100, 100] = 9000, 40_000
+        stored = image.clip(0).astype(np.uint16)
+        pair = ImagePair(tmp_path / f"{number}.tif", tmp_path / f"{number}_m.tif", str(number))
+        tifffile.imwrite(pair.image, stored, photometric="minisblack", planarconfig="contig")
+        tifffile.imwrite(pair.masks[0], ids)
+        pairs.append(pair)
+        seen.append(stored.reshape(-1, 2))
+        classes.append(ids.ravel())
+    values, of_class = np.concatenate(seen), np.concatenate(classes)
+    ends = np.array([np.percentile(values[of_class == each], (0.5, 99.5), axis=0) for each in (0, 1)])
+    expected = [(low, high) for low, high in zip(np.floor(ends[:, 0].min(0)), np.ceil(ends[:, 1].max(0)), strict=True)]
+    measured = measure_ranges(pairs, PixelFormat((1, 2), "uint16"), SCHEME)
+    assert measured == tuple(expected)
+    assert measured[0][1] > 1800 > 500 > measured[1][0]
+    pairs[1].masks[0].write_bytes(b"damaged")  # then its image counts as one class
+    assert measure_ranges(pairs, PixelFormat((1, 2), "uint16"), SCHEME)[0][0] == pytest.approx(measured[0][0], abs=9)
 
 
 def test_squares_of_a_large_image_are_compared_with_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +325,7 @@ def test_check_in_blocks_reports_what_the_whole_does(
 
     def reports() -> tuple[list[SplitReport], tuple[Range, ...]]:
         found = examine({"train": pairs[:1], "val": pairs}, SCHEME, crop_px=(32, 32), pixels=pixels)
-        return found, measure_ranges([pair.image for pair in pairs], pixels)
+        return found, measure_ranges(pairs, pixels, SCHEME)
 
     in_blocks = reports()
     assert any(finding.kind == "leak" for finding in in_blocks[0][1].findings)
