@@ -169,9 +169,7 @@ def test_given_splits_and_groups_say_how_many_touch() -> None:
     assert any("of 3 images of val touch one of train by" in line for line in by_user.lines)
 
 
-def test_init_divides_by_the_files_and_check_says_it_of_given_splits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_divides_by_files_and_check_says_it_of_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tiles of three scenes, numbered across them: 0 3 6 9, 1 4 7 and 2 5."""
     grids = {number: moved(53 * (number // 3), 500 * (number % 3)) for number in (0, 1, 2, 3, 4, 5, 6, 7, 9)}
     for number, grid in grids.items():
