@@ -191,7 +191,7 @@ def has_control_points(path: Path) -> bool:
 def read_corners(paths: Sequence[Path]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the corners of TIFFs on the map, (N, 4, 2), around each one, and their sides in pixels, (N, 2).
 
-    The coordinate system is that of the first TIFF that has one. Corners are NaN if they are not known in it.
+    All are in the coordinate system of the first TIFF that has one. Corners are NaN if they are not known in it.
     """
     from rasterio.crs import CRS
     from rasterio.errors import RasterioError

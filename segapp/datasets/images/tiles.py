@@ -76,7 +76,7 @@ class Tiles:
         return [root(group) for group in groups], int(touching.sum())
 
     def num_across(self, sides: Sequence[Hashable], side: Hashable) -> int:
-        """Return how many images of one side touch an image of another side."""
+        """Return the number of images on a side that touch images on the others."""
         across = set[int]()
         for one, others in self.neighbors():
             for pair in ((one, int(other)) for other in others if sides[other] != sides[one]):
