@@ -79,6 +79,14 @@ def test_tiles_with_enough_margin_equal_the_whole_image(h: int, w: int, max_px: 
     assert all(n * height * width <= max_px for n, height, width, _ in predictor.asked)
 
 
+def test_tiles_may_be_smaller_than_what_fits() -> None:
+    for height, width, sizes in ((701, 597, 60_000), (401, 498, 401 * 498)):
+        predictor, image = Blur(), photo(height, width)
+        strips = list(predict_strips(predictor, image, Workspace(200_000, tile_px=60_000)))
+        assert np.array_equal(np.concatenate([strip.labels for strip in strips]), Blur().labels(image[None])[0])
+        assert 0.5 * sizes < max(rows * columns for _, rows, columns, _ in predictor.asked) <= sizes
+
+
 def test_blocks_shrunk_to_fit_give_the_same_prediction() -> None:
     """Memory may also become short when some rows are done."""
 

@@ -236,7 +236,7 @@ class _Job:
         seams = ", whose borders may show because loss.align_corners is true" if self.predictor.align_corners else ""
         self.tally.notes.append(
             f"{picture.file.name}: {width}x{height} px does not fit into memory: predicted in tiles of at "
-            f"most {self.workspace.max_px / 1e6:.1f} Mpx{seams}"
+            f"most {min(self.workspace.max_px, self.workspace.tile_px) / 1e6:.1f} Mpx{seams}"
         )
 
 

@@ -25,6 +25,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import (
+    CPU_TILE_PX,
     HostLimit,
     Workspace,
     host_budget,
@@ -208,7 +209,8 @@ def plan_workspace(predictor: Predictor, wanted: Wanted = "labels") -> Workspace
         budget = DEVICE_SHARE * gpu.free_and_total_bytes(predictor.device)[0]
     # Probabilities at full resolution, and the scores that they are computed from; labels need a few rows of them.
     more = 0 if wanted == "labels" else 2 * 4 * predictor.scheme.num_classes
-    return Workspace(pixels_within(budget, _bytes_per_px(predictor) + more))
+    tile_px = CPU_TILE_PX if predictor.device.type == "cpu" else sys.maxsize
+    return Workspace(pixels_within(budget, _bytes_per_px(predictor) + more), tile_px)
 
 
 def _bytes_per_px(predictor: Predictor) -> float:
@@ -275,7 +277,7 @@ def predict_strips(
     max_height = STRIP_BYTES // (4 * num_kept * width) if num_kept else height
     done = 0
     while done < height:
-        frame = tile_frame((height, width), workspace.max_px, max_height)
+        frame = tile_frame((height, width), workspace.max_px, tile_px=workspace.tile_px, max_height=max_height)
         top, core, last = next(rows for rows in tile_cores(height, frame[0]) if rows[2] > done)
         first = max(core, done)
         kept = dict[str, NDArray[Any]]()
