@@ -19,6 +19,7 @@ from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor, plan_workspace
 from segapp.inference.sliding import Inference
+from segapp.inference.workspace import CPU_TILE_PX
 from segapp.models import SegmentationModel, build_model
 
 SCHEME = ClassScheme(("ground", "box", "disc"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)))
@@ -76,6 +77,8 @@ def test_ensemble_is_the_mean_of_plain_softmax_maps(models: list[SegmentationMod
     assert ensemble.align_corners, "one of them does"
     assert not EnsemblePredictor([("net1", members[1])]).align_corners
     assert plan_workspace(ensemble).max_px <= min(plan_workspace(member).max_px for member in members) * 1.05
+    assert {plan_workspace(each).tile_px for each in (ensemble, *members)} == {CPU_TILE_PX}
+    assert plan_workspace(members[0], "probabilities").max_px < plan_workspace(members[0]).max_px
 
 
 def test_networks_of_other_classes_are_refused_by_name(models: list[SegmentationModel]) -> None:
