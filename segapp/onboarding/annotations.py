@@ -18,30 +18,33 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import open_bytes, read_bytes, shown
+from segapp.datasets.files import MAX_FILE_BYTES, open_bytes, read_bytes, shown
 from segapp.datasets.images.reading import decode
 from segapp.datasets.orientation import Size
+from segapp.datasets.walk import IMAGE_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.class_files import find_class_files
 from segapp.onboarding.conversion import (
     Annotations,
+    Images,
     area_of,
     box_of,
     by,
     check_classes,
+    check_size,
     decode_runs,
     fill_area,
     fill_polygon,
     json_files,
     size_said,
+    values_of,
 )
 from segapp.onboarding.encoding import FileFit, name_clash
 from segapp.onboarding.fields import Corners, Field
 from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import Tree
-from segapp.scores import is_background
 
-_YOLO_LINE = re.compile(rb"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
+_YOLO_LINE = re.compile(r"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
 _NOT_DRAWN = {"point", "points", "tag", "keypoint", "keypointlabels", "choices", "textarea", "rating", "number",
               "datetime", "taxonomy", "pairwise", "ranker", "relation"}  # fmt: skip
 """Kinds of objects without an area."""
@@ -67,16 +70,12 @@ def find_coco(tree: Tree) -> Layout | None:
                 "name the same id everywhere"
             )
     categories = {number: name for number, (name, _) in named.items()}
-    own_background = next((number for number, name in categories.items() if is_background(name)), None)
-    others = [number for number in sorted(categories) if number != own_background]
     first = next(iter(files))
-    names = check_classes(["background", *(categories[number] for number in others)], first)
+    names, values = values_of(dict(sorted(categories.items())), first)
     found = Annotations(
         tree, "coco", "COCO", _draw_coco, lambda one: one["category_id"].whole(), lambda one: -one["area"].number()
     )
-    found.values = {number: value for value, number in enumerate(others, start=1)}
-    if own_background is not None:
-        found.values[own_background] = 0
+    found.values = values
     for path, content in files.items():
         by_image: dict[str, list[Any]] = defaultdict(list)  # an id may be text in one place and a number in another
         for annotation in content["annotations"].items():
@@ -149,8 +148,8 @@ def find_yolo(tree: Tree) -> Layout | None:
         for image_place in (place, f"{head}images/{tail}" if below_labels else place):
             if image_place in by_place:
                 labels[by_place[image_place]] = path
-    first_lines = [tree.read(path, 4096).partition(b"\n")[0] for path in list(labels.values())[:200]]
-    num_polygons = sum(_YOLO_LINE.fullmatch(line) is not None for line in first_lines)
+    first_lines = [_lines(tree, path, 4096)[:1] for path in list(labels.values())[:200]]
+    num_polygons = sum(_YOLO_LINE.fullmatch(line) is not None for lines in first_lines for line in lines)
     if not num_polygons or num_polygons < 0.3 * len(first_lines):
         return None
     found = Annotations(
@@ -160,15 +159,20 @@ def find_yolo(tree: Tree) -> Layout | None:
         _draw_yolo,
         lambda line: line["class"].whole(),
         lambda line: -area_of(_yolo_corners(line)),
+        "shares",
     )
     for image, path in sorted(labels.items()):
-        lines = [words for line in tree.read(path).decode(errors="replace").splitlines() if (words := line.split())]
+        lines = [words for line in _lines(tree, path) if (words := line.split())]
         objects = [{"class": number, "corners": corners} for number, *corners in lines]
         found.add(path, image, Field(objects), (None, None))
     names, reason, source = _yolo_names(tree, max(found.labels, default=0), found.notes)
-    found.values = {number: number + 1 for number in range(len(names))}
-    classes = check_classes(["background", *names], "the labels")
+    classes, found.values = values_of(dict(enumerate(names)), (*source, "the labels")[0])
+    reason += f"; YOLO's 0 is {found.values[0]} here" if source else ""
     return found.layout(classes, reason, [*sorted(labels.values()), *source])
+
+
+def _lines(tree: Tree, path: str, most: int = MAX_FILE_BYTES) -> list[str]:
+    return tree.read(path, most).decode("utf-8-sig", "replace").splitlines()
 
 
 def _yolo_names(tree: Tree, largest: int, notes: list[str]) -> tuple[list[str], str, list[str]]:
@@ -176,6 +180,7 @@ def _yolo_names(tree: Tree, largest: int, notes: list[str]) -> tuple[list[str], 
     files = [one for one in find_class_files(tree) if not one.colors]
     files.sort(key=lambda one: not one.source.endswith((".yaml", ".yml")))
     notes += [one.note for one in files if one.note]
+    files = [one for one in files if one.names]
     if not files or largest >= len(files[0].names):
         numbers = check_classes(range(largest + 1), "the labels")
         few = f"; {shown(files[0].source)} names only {len(files[0].names)}" if files else ""
@@ -184,7 +189,7 @@ def _yolo_names(tree: Tree, largest: int, notes: list[str]) -> tuple[list[str], 
     notes += [note for other in others for note in name_clash(used, other, [*used.named])]
     numbers = check_classes(range(max(used.named) + 1), source := used.file.source)
     names = [used.named.get(number, f"class_{number}") for number in numbers]
-    return names, f"from {shown(source)}; YOLO's 0 is 1 here", [source]
+    return names, f"from {shown(source)}", [source]
 
 
 def _draw_yolo(canvas: DrawnMask, line: Field, value: int) -> None:
@@ -217,6 +222,9 @@ def find_cvat(tree: Tree) -> Layout | None:
         except (ElementTree.ParseError, ValueError, LookupError) as error:
             raise DataError(f"{shown(path)} is not complete XML ({error}): export it again, or remove it") from error
         labels = {one.text for one in top.iterfind("./meta//labels/label/name") if one.text}
+        if top.find("track") is not None:  # next to images, their objects would be background
+            cure = "export the task as CVAT for images 1.1"
+            raise DataError(f"{shown(path)}: tracks of CVAT for video are not read: {cure}", path=path)
         entries = top.findall("image")
         used = {one.get("label", "") for entry in entries for one in entry if one.tag not in _NOT_DRAWN} - {""}
         for number, entry in enumerate(entries):
@@ -237,12 +245,13 @@ def find_cvat(tree: Tree) -> Layout | None:
 
 def _draw_cvat(canvas: DrawnMask, shape: Field, value: int) -> None:
     kind = shape["kind"]
+    _refuse_turned(shape.get("rotation"), "draw it as a polygon")
     if kind.value == "polygon":
         corners = [corner.split(",") for corner in shape["points"].text().split(";") if corner]
         fill_area(canvas, [Field(corners, "points").corners()], value)
     elif kind.value == "box":
         ends = np.array([shape[key].number() for key in ("xtl", "ytl", "xbr", "ybr")])
-        fill_polygon(canvas, [box_of(ends.reshape(2, 2))], value)
+        fill_area(canvas, [box_of(ends.reshape(2, 2))], value)
     elif kind.value == "mask":
         left, top, width, height = (shape[key].whole() for key in ("left", "top", "width", "height"))
         lengths = Field(shape["rle"].text().split(","), "rle").wholes()
@@ -250,6 +259,12 @@ def _draw_cvat(canvas: DrawnMask, shape: Field, value: int) -> None:
         _paste(canvas, piece, (left, top), value, shape["rle"])
     else:
         raise _unread(kind)
+
+
+def _refuse_turned(degrees: Field, cure: str) -> None:
+    """Raise ValueError if an object, or its image, was rotated in the annotation tool."""
+    if degrees.value and (turn := degrees.number()):
+        raise ValueError(f"{degrees.name} by {turn:g} degrees is not read: {cure}")
 
 
 def _unread(kind: Field) -> ValueError:
@@ -264,24 +279,44 @@ def _files_of_images(tree: Tree, keys: set[str], folder: str = "") -> list[tuple
 
 
 def find_label_studio(tree: Tree) -> Layout | None:
-    """Return the conversion of Label Studio's JSON: the first annotation of each task that was not canceled."""
-    found = Annotations(tree, "label-studio", "Label Studio", _draw_label_studio, _label_of_region)
+    """Return the conversion of Label Studio's JSON: the first annotation of a task with objects, unless canceled."""
+    found = Annotations(tree, "label-studio", "Label Studio", _draw_label_studio, _label_of_region, unit="percent")
     for path, content in json_files(tree, list):
         if not any(isinstance(task, dict) and {"data", "annotations"} <= task.keys() for task in content.value):
             continue
+        empty = []
         for number, one in enumerate(content.value):
             task = Field(one, f"{shown(path)}: task {number} ")
-            made = [one for one in task["annotations"].items() if not one.get("was_cancelled").value]
+            made = [one for one in task["annotations"].items() if not one.get("was_cancelled").is_true()]
             if not made:
                 continue
-            data = task["data"]
-            keys = [*data.value] if isinstance(data.value, dict) else []
-            said = data[next((key for key in keys if isinstance(data.get(key).value, str)), "image")].text()
-            regions = _regions(made[0]["result"])
+            drawn = ((at, regions) for at, one in enumerate(made) if (regions := _regions(one["result"])))
+            at, regions = next(drawn, (0, []))
+            if at:
+                empty.append(number)
             first = next((one for one in regions if isinstance(one, dict)), {})
             sides = first.get("original_height"), first.get("original_width")
-            found.add(path, said.partition("/data/local-files/?d=")[2] or said, Field(regions), sides)
+            found.add(path, _image_of_task(task["data"], path, found.images), Field(regions), sides)
+        if empty:
+            said = f"{shown(path)}: the first annotation of {len(empty)} tasks is empty, such as of task {empty[0]}"
+            found.notes.append(f"{said}: the first one with objects is used")
     return found.by_label("tasks")
+
+
+def _image_of_task(data: Field, path: str, images: Images) -> str:
+    """Return the text of a task that names its image: an image of the folder, or one with the usual ending or key."""
+    said_all = data.value if isinstance(data.value, dict) else {}
+    texts = [key for key, value in said_all.items() if isinstance(value, str) and value.strip()]
+
+    def said(key: str) -> str:
+        text = data[key].text()
+        return text.partition("/data/local-files/?d=")[2] or text
+
+    def rank(key: str) -> tuple[bool, bool, bool]:
+        is_file = said(key).partition("?")[0].lower().endswith(IMAGE_SUFFIXES)
+        return images.find(said(key), path) is None, not is_file, key not in ("image", "img", "$undefined$")
+
+    return said(min(texts, key=rank, default="image"))
 
 
 def _regions(result: Field) -> list[Any]:
@@ -298,19 +333,15 @@ def _label_of_region(region: Field) -> str:
 
 def _draw_label_studio(canvas: DrawnMask, region: Field, value: int) -> None:
     content, kind = region["value"], region["type"].text().removesuffix("labels")
-    if (rotation := region.get("image_rotation")).value:
-        raise ValueError(f"its image was rotated by {rotation.number():g} degrees: rotate it back in Label Studio")
-    own = size_said(region.get("original_height").value, region.get("original_width").value)
-    if own not in (None, canvas.drawn_px):
-        raise ValueError(f"it was drawn on {by(own)} pixels, and others of its image on {by(canvas.drawn_px)}")
+    _refuse_turned(region.get("image_rotation"), "rotate the image back in Label Studio")
+    _refuse_turned(content.get("rotation"), "draw it as a polygon")
+    check_size(size_said(region.get("original_height").value, region.get("original_width").value), canvas)
     if not kind:  # of a region of any shape with `labels`
         kind = next((kind for kind, field in _LABEL_STUDIO_KINDS.items() if field in content.value), "")
     if kind == "brush":
         _paste(canvas, _brush(content["rle"], canvas.drawn_px), (0, 0), value, content["rle"])
         return
     if kind == "rectangle":
-        if content.get("rotation").value:
-            raise ValueError("a rotated rectangle cannot be read: draw it as a polygon")
         x, y, width, height = (content[key].number() for key in ("x", "y", "width", "height"))
         corners = box_of(np.array([(x, y), (x + width, y + height)]))
     elif kind == "polygon":

@@ -143,7 +143,6 @@ def _refuse_siblings(tree: Tree) -> None:
 
 _NO_OUTLINES = "have no outlines: draw the objects as polygons, for example in CVAT"
 _SIBLINGS = (
-    (".xml", rb"<track\b", "tracks of CVAT for video are not read: export the task as CVAT for images 1.1"),
     (".xml", rb"<bndbox>", f"boxes of Pascal VOC {_NO_OUTLINES}"),
     (".txt", rb"^\d+( [\d.]+){4,5}\s*$", f"boxes of YOLO {_NO_OUTLINES}"),
     (".json", rb'"segments_info"', "panoptic COCO is not read: write semantic masks with panopticapi's converters"),

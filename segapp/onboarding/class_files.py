@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.schemes import PUBLISHED, Color, PublishedSet
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.content import Value
+from segapp.onboarding.fields import Field, FieldError
 from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.tree import Tree, known_words
 
@@ -38,7 +39,7 @@ class ClassFile:
     ids: Mapping[int, str] = field(default_factory=dict)
     colors: Mapping[Color, str] = field(default_factory=dict)
     num_images: int | None = None  # training images, as nnU-Net counts them
-    note: str = ""  # sentence on a number of classes that is not the number of names
+    note: str = ""  # sentence on the names, or why the file is not used: then it has none
 
 
 def is_void(name: str) -> bool:
@@ -56,6 +57,8 @@ def is_void(name: str) -> bool:
 def find_class_files(tree: Tree, mask: str = "") -> list[ClassFile]:
     """Return the class names of all files that have some: with values or colors first, then near the root.
 
+    A damaged file has no names, and a note that says why it is not used.
+
     Those that share the most words with the path of a mask precede others: two versions of labels have one class file
     each, so `config_v2.0.json` names the classes of `v2.0/labels`.
     """
@@ -72,9 +75,11 @@ def find_class_files(tree: Tree, mask: str = "") -> list[ClassFile]:
             raise DataError(f"{shown(path)}: {error}, or remove it", path=path) from None
         try:
             read = reader(text, path)
+        except FieldError as error:
+            read = ClassFile(path, (), note=f"{shown(path)} is not used: {error}")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, csv.Error, ConfigError, RecursionError):
             continue  # another kind of file with such a name
-        if read is not None and read.names:
+        if read is not None and (read.names or read.note):
             found.append(read)
     word = re.compile(r"[A-Za-z]+|\d+(?:\.\d+)*")
     own = {*word.findall(mask)}
@@ -94,7 +99,9 @@ def read_table(text: str, source: str) -> ClassFile | None:
     >>> read_table("name,r,g,b\nroad,128,64,128", "").colors
     {(128, 64, 128): 'road'}
     """
-    rows = [row for cells in csv.reader(io.StringIO(text)) if any(row := [cell.strip() for cell in cells])]
+    separator = ";" if ";" in text.partition("\n")[0] else ","
+    lines = csv.reader(io.StringIO(text), delimiter=separator)
+    rows = [row for cells in lines if any(row := [cell.strip() for cell in cells])]
     if not rows:
         return None
     header = [cell.lower() for cell in rows[0]]
@@ -102,14 +109,39 @@ def read_table(text: str, source: str) -> ClassFile | None:
     rgb_at = [_column(header, letter, word) for letter, word in (("r", "red"), ("g", "green"), ("b", "blue"))]
     id_at = _column(header, "pixel value", "id", "value", "class_id", "index", "pixel_value", "label_id", "train_id")
     if name_at is None:
-        ids = {int(row[0]): row[1] for row in rows if len(row) == 2 and row[0].isdigit()}
-        return ClassFile(source, tuple(ids.values()), ids) if len(ids) == len(rows) else None
-    rows = [row for row in rows[1:] if len(row) > name_at and row[name_at]]
-    names = tuple(row[name_at] for row in rows)
+        if not all(len(row) == 2 and re.fullmatch(r"\d+(\.0+)?", row[0]) for row in rows):
+            return None
+        return _class_file(source, [row[1] for row in rows], [row[0] for row in rows])
+    rows = [row for row in rows[1:] if len(row) > name_at]
+    keys = [row[id_at] for row in rows] if id_at is not None and id_at != name_at else None
     columns = [at for at in rgb_at if at is not None]
-    colors = {_color([row[at] for at in columns]): row[name_at] for row in rows} if len(columns) == 3 else {}
-    ids = {int(row[id_at]): row[name_at] for row in rows} if id_at is not None and id_at != name_at else {}
-    return ClassFile(source, names, ids, colors)
+    colors = [[row[at] for at in columns] for row in rows] if len(columns) == 3 else None
+    return _class_file(source, [row[name_at] for row in rows], keys, colors)
+
+
+def _class_file(
+    source: str, said: Sequence[Any], keys: Sequence[Any] | None = None, colors: Sequence[Any] | None = None
+) -> ClassFile:
+    """Return the classes of entries with their names, and their values and colors in the masks, if there are any.
+
+    A name that is missing, or not text, is replaced, and noted. FieldError is raised if all are, for a value of two
+    names, and for a value or a color that is none.
+    """
+    problems = list[str]()
+    ids = [Field(key, f"the id of entry {at}").whole() for at, key in enumerate(keys or ())]
+    places = range(len(said)) if keys is None else ids
+    names = [
+        Field(name, f"the name of {at}").name_or(f"class_{at}", problems) for at, name in zip(places, said, strict=True)
+    ]
+    if len(problems) == len(names) > 0:
+        raise FieldError(problems[0].partition(": ")[0])
+    named = dict(zip(ids, names, strict=False))
+    if twice := [number for number, name in zip(ids, names, strict=False) if named[number] != name]:
+        raise FieldError(f"{twice[0]} is the id of two names")
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    note = f"{shown(source)}: {problems[0]}{more}" if problems else ""
+    by_color = {_color(one): name for one, name in zip(colors or (), names, strict=False) if one is not None}
+    return ClassFile(source, tuple(names), named, by_color, note=note)
 
 
 def _column(header: list[str], *names: str) -> int | None:
@@ -150,45 +182,49 @@ def read_yaml(text: str, source: str) -> ClassFile | None:
     """Return the `names` of a YOLO data.yaml, or `classes`: a list, or id -> name."""
     content, _ = parse_yaml(text, source)
     named = content.get("names", content.get("classes", content.get("labels")))
-    ids = {int(key): str(name) for key, name in named.items()} if isinstance(named, Mapping) else {}
-    names = tuple(ids.values()) if ids else tuple(str(name) for name in named)
-    said = content.get("nc", len(names))
-    note = f"{shown(source)} says nc {shown(str(said))}, and has {len(names)} names" if said != len(names) else ""
-    return ClassFile(source, names, ids, note=note)
+    if named is None:
+        return None
+    if isinstance(named, Mapping):
+        found = _class_file(source, [*named.values()], [*named])
+    else:
+        found = _class_file(source, [name.value for name in Field(named, "the list of names").items()])
+    said, num = content.get("nc", len(found.names)), len(found.names)
+    note = f"{shown(source)} says nc {shown(str(said))}, and has {num} names" if said != num else ""
+    return replace(found, note="; ".join(filter(None, (found.note, note))))
 
 
 def read_json(text: str, source: str) -> ClassFile | None:
     """Return the classes of COCO, nnU-Net, Mapillary, Hugging Face (id2label), or a plain list."""
     content: Any = json.loads(text)
     if isinstance(content, list):
-        if all(isinstance(name, str) for name in content):
-            return ClassFile(source, tuple(content))
+        if not any(isinstance(name, Mapping) for name in content):
+            return _class_file(source, content)
         content = {"categories": content}
     if "categories" in content:
-        return _of_entries(source, content["categories"], "name", [int(one["id"]) for one in content["categories"]])
+        return _of_entries(source, content["categories"], "name", [one["id"] for one in content["categories"]])
     labels = content.get("labels", content)
     if isinstance(labels, list):
         key = "readable" if all(one.get("readable") for one in labels) else "name"
         return _of_entries(source, labels, key, range(len(labels)))
     if labels and all(key.isdigit() for key in labels):
-        ids = {int(key): str(name) for key, name in labels.items()}
+        named = {int(key): name for key, name in labels.items()}
     else:
-        ids = {int(value): str(name) for name, value in labels.items() if not isinstance(value, list | dict | str)}
-    ids = dict(sorted(ids.items()))
-    return ClassFile(source, tuple(ids.values()), ids, num_images=content.get("numTraining"))
+        named = {int(value): name for name, value in labels.items() if not isinstance(value, list | dict | str)}
+    named = dict(sorted(named.items()))
+    return replace(_class_file(source, [*named.values()], [*named]), num_images=content.get("numTraining"))
 
 
-def _of_entries(source: str, entries: Sequence[Any], key: str, ids: Sequence[int]) -> ClassFile:
-    names = tuple(str(one[key]) for one in entries)
-    colors = {_color(one["color"]): name for one, name in zip(entries, names, strict=True) if "color" in one}
-    return ClassFile(source, names, dict(zip(ids, names, strict=True)), colors)
+def _of_entries(source: str, entries: Sequence[Any], key: str, ids: Sequence[Any]) -> ClassFile:
+    return _class_file(source, [one[key] for one in entries], ids, [one.get("color") for one in entries])
 
 
 def _color(value: Any) -> Color:
     if isinstance(value, str):
         code = int(value.lstrip("#")[:6], 16)
         return code >> 16, code >> 8 & 255, code & 255
-    red, green, blue = (int(part) for part in value[:3])
+    red, green, blue = (Field(part, "a color").whole() for part in value[:3])
+    if not all(0 <= part <= 255 for part in (red, green, blue)):
+        raise FieldError(f"the color {red} {green} {blue} is not from 0 to 255")
     return red, green, blue
 
 

@@ -17,7 +17,7 @@ import math
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -125,51 +125,67 @@ class Annotations:
     draw: Callable[[DrawnMask, Field, int], None]  # draws an object in place, with a value
     label: Callable[[Field], Any]  # returns the name or number of the class of an object
     rank: Callable[[Field], float] = lambda _: 0.0  # objects of a lower rank are drawn first
+    unit: str = "pixels"  # of coordinates: pixels, or percent or shares of the sides
     pairs: list[Pair] = field(default_factory=list)  # the images that were added, with masks that are drawn later
     total: int = 0  # number of entries, also of those without an image
     labels: set[Any] = field(default_factory=set)  # of all objects; `by_label` gives them values
     values: dict[Any, int] = field(default_factory=dict)  # label -> value in the mask
     notes: list[str] = field(default_factory=list)  # sentences about contradictions in the annotations
     _files: dict[str, None] = field(default_factory=dict)
-    _has_objects: bool = False
+    # image -> its objects, each with its place and the size of the image in its entry
+    _objects: dict[str, list[tuple[str, Size | None, Field]]] = field(default_factory=dict)
+    _several: set[str] = field(default_factory=set)  # images of several entries
 
     @functools.cached_property
-    def _images(self) -> Images:
+    def images(self) -> Images:
+        """The images of the folder."""
         return Images(self.tree)
 
     def add(self, path: str, said: str, objects: Field, sides: tuple[Any, Any]) -> None:
         """Add an entry of the file `path` with the name, height and width of its image, unless it is not there.
 
-        Its objects are a list; ValueError is raised for another value.
+        Its objects are a list; ValueError is raised for another value. The mask of an image has the objects of all its
+        entries, because an object of only one of them would be background in the others.
         """
         self.total += 1
         own = [Field(one.value) for one in objects.items()]
-        image = self._images.find(said, path)
+        image = self.images.find(said, path)
         if image is None:
             return
         self._files[path] = None
-        self._has_objects |= bool(own)
         for one in own:
             with contextlib.suppress(ValueError):  # reported when it is drawn
                 self.labels.add(self.label(one))
-        origin = f"{shown(path)}: image {shown(said)}"
-        self.pairs.append(drawn_pair(image, origin, partial(self._paint, own), path, sides))
+        origin, place, size = f"{shown(path)}: image {shown(said)}", "", size_said(*sides)
+        if image in self._objects:
+            self._several.add(image)
+            place = f" of {origin}"
+        else:
+            self._objects[image] = []
+            self.pairs.append(drawn_pair(image, origin, partial(self._paint, self._objects[image]), path, sides))
+        self._objects[image] += [(f"object {number}{place}", size, one) for number, one in enumerate(own)]
 
-    def _paint(self, objects: Sequence[Field], canvas: DrawnMask) -> Mask:
+    def _paint(self, objects: Sequence[tuple[str, Size | None, Field]], canvas: DrawnMask) -> Mask:
         """Return the mask of an image: its objects one after the other, later ones on top.
 
         ValueError with the number of an object is raised if the object cannot be read.
         """
-        ranks, number = [], 0
+        ranks, place = [], ""
         try:
-            for number, one in enumerate(objects):
+            for number, entry in enumerate(objects):
+                place, size, one = entry
+                check_size(size, canvas)
                 ranks.append((self.rank(one), number))
             for _, number in sorted(ranks):
-                if (label := self.label(objects[number])) not in self.values:
+                place, _, one = objects[number]
+                if (label := self.label(one)) not in self.values:
                     raise ValueError(f"class {label} is not in the list of classes")
-                self.draw(canvas, objects[number], self.values[label])
+                self.draw(canvas, one, self.values[label])
         except ValueError as error:
-            raise ValueError(f"object {number}: {error}") from error
+            raise ValueError(f"{place}: {error}") from error
+        far = canvas.far_px * (100 / np.array(canvas.drawn_px[::-1]) if self.unit == "percent" else 1)
+        if far.any() and (far < 1.001).all() and min(canvas.drawn_px) > 2 and self.unit != "shares":
+            raise ValueError(f"coordinates look like shares of the sides, not {self.unit}: convert them")
         return canvas.mask
 
     def by_label(self, entries: str) -> Layout | None:
@@ -180,19 +196,13 @@ class Annotations:
         """
         if not self.pairs:
             return None
-        if not self._has_objects:
+        if not any(self._objects.values()):
             raise ValueError(
                 f"there are no objects in its {len(self.pairs)} images; annotate some and export them again"
             )
-        void = {label for label in self.labels if is_void(label)}
-        names = sorted(
-            {composed(label) for label in self.labels - void}, key=lambda name: (not is_background(name), name)
-        )
-        if not names or not is_background(names[0]):
-            names = ["background", *names]
-        classes = check_classes(names, next(iter(self._files)))
-        self.values = {label: classes.index(composed(label)) for label in self.labels - void}
-        self.values |= dict.fromkeys(void, IGNORED)
+        names = sorted({composed(label) for label in self.labels})
+        classes, values = values_of(dict(zip(names, names, strict=True)), next(iter(self._files)))
+        self.values = {label: values[composed(label)] for label in self.labels}
         return self.layout(classes, "the labels, by name", [*self._files], entries)
 
     def layout(
@@ -202,6 +212,9 @@ class Annotations:
         if not self.pairs:
             return None
         there = f"{len(self.pairs)} of {self.total} {entries} of {self.title} name an image that is there"
+        if self._several:
+            said = f"{len(self._several)} images are in several {entries}, such as {shown(min(self._several))}"
+            self.notes.append(f"{said}: the objects of all are drawn")
         return Layout(
             self.name,
             self.pairs,
@@ -235,13 +248,34 @@ def size_said(height: Any, width: Any) -> Size | None:
     return size if min(size) > 0 else None
 
 
+def check_size(size: Size | None, canvas: DrawnMask) -> None:
+    """Raise ValueError if an object says another size of its image than the others."""
+    if size not in (None, canvas.drawn_px):
+        raise ValueError(f"it was drawn on {by(size)} pixels, and others of its image on {by(canvas.drawn_px)}")
+
+
+def values_of(named: Mapping[Any, str], source: str) -> tuple[tuple[str, ...], dict[Any, int]]:
+    """Return the names of the classes in masks, background first, and the value of each label, given their names.
+
+    Labels whose name means unlabeled pixels are ignored. DataError is raised if two classes have one name.
+    """
+    void = [label for label, name in named.items() if is_void(name)]
+    ground = [label for label, name in named.items() if is_background(name)]
+    others = [label for label in named if label not in {*void, *ground}]
+    classes = check_classes([named[ground[0]] if ground else "background", *(named[one] for one in others)], source)
+    values = {label: number for number, label in enumerate(others, start=1)}
+    return classes, values | dict.fromkeys(ground, 0) | dict.fromkeys(void, IGNORED)
+
+
 def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
-    """Return the names, or the numbers, of classes; raise DataError if there are too many for uint8 masks."""
+    """Return the names, or the numbers, of classes; raise DataError for too many for uint8 masks, or a repeated one."""
     if len(classes) > MAX_CLASSES:
         raise DataError(
             f"{shown(source)}: {len(classes)} classes, but 8-bit masks hold {MAX_CLASSES}: keep fewer classes in it",
             path=source,
         )
+    if twice := [name for name, count in Counter(classes).items() if count > 1]:
+        raise DataError(f"{shown(source)}: two classes are named {shown(twice[0])}: rename one of them", path=source)
     return tuple(classes)
 
 
@@ -271,7 +305,7 @@ def write_files(
         assert pair.drawing is not None
         origin = pair.drawing.origin
         if pair.mask in masks:
-            problems.append(f"{origin}: its image {shown(pair.image)} has been annotated before: entry left out")
+            problems.append(f"{origin}: another image has the mask {shown(pair.mask)}: rename the image")
             continue
         masks.add(pair.mask)
         try:
@@ -385,8 +419,10 @@ def fill_area(canvas: DrawnMask, rings: Rings, value: int) -> None:
 
 
 def box_of(ends: Corners) -> Corners:
-    """Return the four corners of a rectangle from two opposite ones."""
+    """Return the four corners of a rectangle from two opposite ones; raise ValueError if they are on one line."""
     (x0, y0), (x1, y1) = ends
+    if x0 == x1 or y0 == y1:
+        raise ValueError("the box has no area")
     return np.array([(x0, y0), (x1, y0), (x1, y1), (x0, y1)])
 
 

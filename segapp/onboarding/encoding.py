@@ -351,6 +351,8 @@ def read_classes(
         DataError: the classes cannot be determined: no ids, one value, too many colors, or lossy masks.
         OpenQuestionError: there are several plausible interpretations.
     """
+    notes = [file.note for file in files if file.note]
+    files = [file for file in files if file.names or file.ids]
     nodata: list[Any] = [one for one in content.nodata if content.pixels_of(one)]
     others = {one for one in content.pixels if one not in nodata and not is_stray(content, one)}
     are_enough = choices.unlabelled != "class" and (len(others - {IGNORED}) >= 2 or others == {0, IGNORED})
@@ -359,7 +361,7 @@ def read_classes(
     for one in void:
         del with_data.values[one], with_data.colors[one]
     classes = _classes_of_data(with_data, files, masks, choices)
-    notes = [*classes.notes]
+    notes += classes.notes
     for one in nodata:
         what, share = f"{listed([one])}, nodata of the masks,", content.percent([one])
         if one in void:
@@ -403,7 +405,6 @@ def _classes_of_data(
     fits = [fit for file in files if (fit := _fit(file, content, stored)) is not None]
     fits.sort(key=lambda fit: content.share(fit.unnamed))
     for file in files:
-        notes += [file.note] if file.note else []
         if file.num_images not in (None, content.num_all):
             said = f"{shown(file.source)} says numTraining {file.num_images}"
             notes.append(f"{said}, and {content.num_all} images have masks")

@@ -16,26 +16,32 @@ from segapp.datasets.files import shown
 Corners = NDArray[np.float64]
 """The corners (x, y) of an outline, in order, (V, 2)."""
 
+NO_NAMES = frozenset({"", "nan", "<na>"})
+"""Texts in small letters that spreadsheets and tables have for a missing name."""
 _MAX = 2**53  # up to it, floats have every whole number
+
+
+class FieldError(ValueError):
+    """A value is not of its kind; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """A value in an annotation with its name, such as `points[2][0]`. Numbers may be text, as all are in XML.
 
-    Each method raises ValueError, in words with the name and the value, if the value is not of its kind.
+    Each method raises FieldError, in words with the name and the value, if the value is not of its kind.
     """
 
     value: Any
     name: str = "it"
 
-    def error(self, wanted: str) -> ValueError:
+    def error(self, wanted: str) -> FieldError:
         """Return the error for a value that is not what is wanted."""
         if isinstance(self.value, list | Mapping):
             said = f"a list of {len(self.value)}" if isinstance(self.value, list) else "an object"
         else:
             said = shown(json.dumps(self.value))[:40]
-        return ValueError(f"{self.name} is {said}, not {wanted}")
+        return FieldError(f"{self.name} is {said}, not {wanted}")
 
     def get(self, key: str) -> Field:
         """Return a field of an object; its value is None if it is missing."""
@@ -48,7 +54,7 @@ class Field:
         """Return a field of an object that may not be missing or null."""
         found = self.get(key)
         if found.value is None:
-            raise ValueError(f"{found.name} is missing")
+            raise FieldError(f"{found.name} is missing")
         return found
 
     def items(self, least: int = 0, most: float = math.inf) -> list[Field]:
@@ -62,6 +68,23 @@ class Field:
         if type(self.value) not in (str, int) or not str(self.value).strip():
             raise self.error("text")
         return str(self.value)
+
+    def is_true(self) -> bool:
+        """Return a boolean, which may be text or 0 or 1; a missing or empty value is False."""
+        said = str(self.value).lower() if self.value else "false"
+        if said not in ("true", "false", "1", "0"):
+            raise self.error("true or false")
+        return said in ("true", "1")
+
+    def name_or(self, other: str, problems: list[str]) -> str:
+        """Return a name, which is a text; without one, note the problem and return the other name."""
+        try:
+            if isinstance(self.value, str) and self.value.strip().lower() in NO_NAMES:
+                raise self.error("a name")
+            return self.text()
+        except ValueError as error:
+            problems.append(f"{error}: it is named {other}")
+            return other
 
     def key(self) -> str:
         """Return an id as text: 7, 7.0 and "7" are the same id."""

@@ -27,6 +27,8 @@ class DrawnMask:
     mask: Mask  # (H, W)
     drawn_px: Size  # height and width of the image that was annotated
     reach: float = 0.0  # the largest distance of a corner from the opposite side, as a share of the image's side
+    # the largest x and y of a corner; infinite with a piece, whose pixels are whole numbers
+    far_px: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
 
     @property
     def num_px(self) -> int:
@@ -35,7 +37,10 @@ class DrawnMask:
 
     def scaled(self, points: NDArray[np.float64], offset: float = 0.0) -> NDArray[np.float64]:
         """Return points (V, 2) in pixels of the mask; (0, 0) lies `offset` from the corner of the first pixel."""
+        if (points == points[0]).all():
+            raise ValueError("the outline has no area: its corners are one point")
         shape, sides = (np.array(size[::-1]) for size in (self.mask.shape, self.drawn_px))
+        self.far_px = np.maximum(self.far_px, np.abs(points).max(axis=0))
         self._note_reach(points)
         scaled = points if self.drawn_px == self.mask.shape else (points + offset) * (shape / sides) - offset
         if np.abs(scaled).max() > _MAX_CORNER:
@@ -49,6 +54,7 @@ class DrawnMask:
     def paste(self, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
         """Set the pixels of a piece; parts outside the image are cut off."""
         height, width = piece.shape
+        self.far_px = np.full(2, np.inf)
         self._note_reach(np.array([(left, top), (left + width, top + height)]))
         places, sources = [], []
         for side, drawn, first, length in zip(self.mask.shape, self.drawn_px, (top, left), piece.shape, strict=True):

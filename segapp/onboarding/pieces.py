@@ -33,11 +33,11 @@ from segapp.onboarding.conversion import (
     Find,
     Images,
     by,
-    check_classes,
     drawn_pair,
     size_said,
+    values_of,
 )
-from segapp.onboarding.fields import Field
+from segapp.onboarding.fields import NO_NAMES, Field
 from segapp.onboarding.hypotheses import probe
 from segapp.onboarding.layout import DrawnMask, Layout, Mask, evenly
 from segapp.onboarding.tree import (
@@ -66,20 +66,19 @@ Files = dict[str, dict[str, str]]
 """Image -> name of a class or an object -> mask."""
 
 
-def combine(planes: Mapping[int, Plane], canvas: DrawnMask) -> Mask:
-    """Return the mask (H, W) of class planes of the size `drawn_px`, which are counted from 0 without the background.
+def combine(planes: Sequence[tuple[int, Plane]], canvas: DrawnMask) -> Mask:
+    """Return the mask (H, W) of planes of the size `drawn_px`, each with its value.
 
-    Class c is c + 1, 0 is the background, and smaller areas are on top of larger ones. ValueError is raised if a plane
-    has another shape.
+    0 is the background, and smaller areas are on top of larger ones. ValueError is raised if a plane has another shape.
     """
-    for plane in planes.values():
+    for _, plane in planes:
         if plane.shape != canvas.drawn_px:
             raise ValueError(
                 f"a mask of {by((plane.shape[0], plane.shape[1]))} pixels next to one of {by(canvas.drawn_px)}: "
                 "magick mogrify -filter point -resize WxH 'masks/*' gives masks of one size"
             )
-    for number in sorted(planes, key=lambda number: (-int(planes[number].sum()), number)):
-        canvas.paste(planes[number], 0, 0, number + 1)
+    for value, plane in sorted(planes, key=lambda one: (-int(one[1].sum()), one[0])):
+        canvas.paste(plane, 0, 0, value)
     return canvas.mask
 
 
@@ -104,7 +103,7 @@ def reading_of_classes(
     planes_of: Callable[[str, Size], Mapping[int, Plane]],
     sides: Mapping[str, Size],
 ) -> Layout:
-    """Return the conversion to classes that exclude each other, named without the background, see `combine`.
+    """Return the conversion to classes that exclude each other, by their names, see `combine` and `values_of`.
 
     `share` is the share of the labeled pixels with several classes; ConfigError is raised if they overlap. The origin
     of an image is its file and entry for messages, and a file whose path may contain its split. `planes_of` gets its
@@ -117,13 +116,15 @@ def reading_of_classes(
         )
 
     def paint(image: str, canvas: DrawnMask) -> Mask:
-        return combine(planes_of(image, canvas.drawn_px), canvas)
+        planes = planes_of(image, canvas.drawn_px)
+        return combine([(values[number], plane) for number, plane in planes.items()], canvas)
 
+    classes, values = values_of(dict(enumerate(names)), base.sources[0])
     pairs = [
         drawn_pair(image, origin, partial(paint, image), near, sides.get(image, (None, None)))
         for image, (origin, near) in sorted(origins.items())
     ]
-    return replace(base, classes=("background", *names), pairs=pairs, evidence=(*base.evidence, said))
+    return replace(base, classes=classes, pairs=pairs, evidence=(*base.evidence, said))
 
 
 def find_pieces(tree: Tree) -> Layout | None:
@@ -287,7 +288,7 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], num_images
 
 
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
-_EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}
+_EMPTY = {*NO_NAMES, "none", "null", "-1", "-1.0"}
 _RUN_NAMES, _CLASS_NAMES = known_words("columns", "run_lengths"), known_words("columns", "classes")
 _NUM_ROWS = 200
 _RAGGED = 1.2  # borders are this much longer in the wrong order
@@ -356,7 +357,8 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
             raise ValueError(f"{shown(path)}: row {number} has {problem}: complete or remove it")
         name, text = row[classes[0]] if classes else "", row[runs].strip()
         sides = (row[names.index(side)] if side in names else None for side in ("height", "width"))
-        rows.append((row[column], name.strip(), "" if text.lower() in _EMPTY else text, size_said(*sides)))
+        name = "" if name.strip().lower() in NO_NAMES else re.sub(r"^(-?\d+)\.0+$", r"\1", name.strip())
+        rows.append((row[column], name, "" if text.lower() in _EMPTY else text, size_said(*sides)))
     return rows
 
 
@@ -373,7 +375,6 @@ def _conversions(
     labels_said = {name for rows in by_image.values() for name, _ in rows if name} or {""}
     labels = sorted(labels_said, key=lambda name: (int(name), "") if name.isdigit() else (sys.maxsize, name))
     names = ["object"] if labels == [""] else [f"class_{name}" if name.isdigit() else name for name in labels]
-    check_classes(["background", *names], sources[0])
     first = 0 if any(runs.split(" ", 1)[0] == "0" for rows in by_image.values() for _, runs in rows) else 1
     orders, reason = _orders(images, by_image, first)
 
@@ -453,16 +454,17 @@ def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, orde
     [[1, 0], [1, 1]]
 
     Pixels are numbered from `first` (0 or 1) down the columns ("F") or along the rows ("C"). ValueError is raised if a
-    number is missing or invalid, or a run leaves the image.
+    number is missing or invalid, or a run has no pixel or leaves the image.
     """
     numbers = Field(runs.split(), "run lengths").wholes()
     if len(numbers) % 2:
         raise ValueError(f"run lengths of {len(numbers)} numbers, which are not pairs of a start and a length")
     starts, lengths = numbers[0::2] - first, numbers[1::2]
     size = height_px * width_px
-    if (wrong := (starts < 0) | (lengths < 0) | (starts + lengths > size)).any():
+    if (wrong := (starts < 0) | (lengths < 1) | (starts + lengths > size)).any():
         start, length = starts[wrong][0] + first, lengths[wrong][0]
-        raise ValueError(f"the run {start} {length} leaves the image of {width_px} x {height_px} pixels")
+        problem = f"leaves the image of {width_px} x {height_px} pixels" if length > 0 else "has no pixel of the object"
+        raise ValueError(f"the run {start} {length} {problem}")
     changes = np.zeros(size + 1, np.int32)
     np.add.at(changes, starts, 1)
     np.add.at(changes, starts + lengths, -1)

@@ -278,7 +278,7 @@ def test_image_that_was_rotated_in_label_studio_is_left_out(tmp_path: Path) -> N
 
     targets, said = converted(tmp_path, write, plain())
     assert_true(targets, BOXES.keys() - {"0003"})
-    assert "its image was rotated by 90 degrees: rotate it back in Label Studio" in said
+    assert "image_rotation by 90 degrees is not read: rotate the image back in Label Studio" in said
 
 
 def test_names_of_yolo_that_are_too_few_are_said(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ SUPERVISELY = {"": "element", "classTitle": "label", "geometryType": "object", "
                "points": "object", "points.interior": "holes"}  # fmt: skip
 STUDIO = {"": "element", "type": "object", "value": "object", "/annotations": "list of annotations",
           "/annotations.1": "annotation", "/annotations.1.result": "list of objects", "/data": "data",
+          "/annotations.0.was_cancelled": "flag",
           "original_width": "side", "image_rotation": "rotation", "value.polygonlabels": "object",
           "value.polygonlabels.0": "label"}  # fmt: skip
 COCO = {"": "record", "image_id": "id of an image", "category_id": "runs", "area": "area",
@@ -82,7 +83,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "Label Studio box": {f"value.{key}": "number" for key in ("x", "y", "width", "height")},
     "Label Studio brush": {"value.rle": "runs", "value.rle.3": "runs", "value.brushlabels": "object"},
     "CVAT": CVAT | {"points": "outline", "kind": "tag"},
-    "CVAT box": dict.fromkeys(("xtl", "ytl", "xbr", "ybr"), "number"),
+    "CVAT box": dict.fromkeys(("xtl", "ytl", "xbr", "ybr"), "number") | {"rotation": "rotation"},
     "CVAT mask": {"rle": "runs", "left": "number", "top": "number", "width": "runs", "height": "runs"},
     "YOLO": {"0": "number of a class", "3": "number"},
     "table": {"0": "cell of an image", "1": "cell of a class", "2": "cell of runs", "3": "cell of a side"},
@@ -163,6 +164,7 @@ SORTS: dict[str, dict[str, str]] = {
     "kind, or a polygon": verdicts("left out", drawn="missing null"),
     "tag": verdicts("left out", refused="number negative huge digits"),
     "rotation": verdicts("left out", drawn=NO_VALUE),
+    "flag": verdicts("refused", drawn=f"true {NO_VALUE}"),
     "z_order": verdicts("left out", drawn="number repeated", other="missing empty negative"),
     "area": verdicts("left out", drawn="number negative"),
     "number of a class": verdicts("left out", numbered="number"),
@@ -179,7 +181,7 @@ SORTS: dict[str, dict[str, str]] = {
     "size": verdicts("refused", drawn=NO_VALUE),
     "side": verdicts("left out", drawn=f"{NO_VALUE} text nan inf nested negative"),
     "cell of an image": verdicts("other", refused="missing empty"),
-    "cell of a class": verdicts("renamed", refused="missing", **{"left out": "empty"}),
+    "cell of a class": verdicts("renamed", refused="missing", **{"left out": "empty nan"}),
     "cell of runs": verdicts("left out", refused="missing", other="empty nan"),
     "cell of a side": verdicts("refused", drawn="empty text nan inf negative"),
 }
@@ -225,7 +227,7 @@ def problem_of(name: str, place: str, value: Any, verdict: str, folder: Path) ->
     if len(masks) < 2 or (verdict != "numbered" and any((mask != by_hand())[rest].any() for mask in masks.values())):
         return f"another image differs: {said}"
     if found == "left out":
-        also = ("class", "pixels", "run", "it is", "value.", "corners", "rotated", "not read")
+        also = ("class", "pixels", "run", "it is", "value.", "corners", "rotated", "not read", "no area", "shares")
         words = [step for step in place.split(".") if not step.isdigit()]
         is_named = file in said and f"{CHANGED}.jpg" in said and any(word in said for word in (*words, *also))
         return "" if verdict == "left out" and is_named and own is None else f"left out: {said}"
@@ -257,6 +259,12 @@ def test_sound_fields_are_drawn_as_by_hand(name: str, tmp_path: Path) -> None:
     assert not problem_of(name, "", lambda value: value, "drawn", tmp_path)
 
 
+def in_shares(one: dict[str, Any]) -> dict[str, Any]:
+    """The outline of an object of the changed image in shares of the sides."""
+    ring = np.array(one["segmentation"][0]) / np.tile([WIDTH, HEIGHT], 4)
+    return one | {"segmentation": [ring.tolist()]} if one["image_id"] == 13 else one
+
+
 CASES: dict[str, tuple[str, str, Any, str]] = {
     # fields of an object
     "a circle of labelme": ("labelme", "shape_type", "circle", "left out"),
@@ -275,6 +283,8 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
         **one["value"], "labels": ["car"]}}, "drawn"),
     "an ellipse": ("Label Studio", "", lambda one: one | {"type": "ellipselabels", "value": {
         "ellipselabels": ["car"], "x": 5, "y": 5, "radiusX": 2, "radiusY": 3}}, "left out"),
+    "a mask of CVAT that is rotated": ("CVAT mask", "rotation", "30.0", "left out"),
+    "a box of CVAT that is not rotated": ("CVAT box", "rotation", "0.00", "drawn"),
     "a rotated box": ("Label Studio box", "value.rotation", 5, "left out"),
     "a rotated image": ("Label Studio", "image_rotation", 90, "left out"),
     "a region of another size": ("Label Studio", "original_height", HEIGHT + 1, "left out"),
@@ -286,6 +296,15 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "numbers as text": ("COCO", "segmentation.0", lambda flat: [str(side) for side in flat], "drawn"),
     "a flat segmentation": ("COCO", "segmentation", lambda rings: rings[0], "left out"),
     "an empty ring": ("COCO", "segmentation", [[]], "left out"),
+    "three equal corners": ("COCO", "segmentation.0", [9, 8, 9, 8, 9, 8], "left out"),
+    "three equal corners of labelme": ("labelme", "points", [[9, 8]] * 3, "left out"),
+    "a box without a width": ("CVAT box", "xbr", 8, "left out"),
+    "a box without a height": ("Label Studio box", "value.height", 0, "left out"),
+    "shares in COCO": ("COCO", "//annotations", lambda all: [*map(in_shares, all)], "left out"),
+    "shares in labelme": ("labelme", "/shapes", lambda all: [
+        one | {"points": [[x / WIDTH, y / HEIGHT] for x, y in one["points"]]} for one in all], "left out"),
+    "shares in Label Studio": ("Label Studio", "/annotations.1.result", lambda all: [one | {"value": {**one["value"],
+        "points": [[x / 100, y / 100] for x, y in one["value"]["points"]]}} for one in all], "left out"),
     "a corner that is far": ("labelme", "points.1.0", 2**29, "left out"),
     "runs of no pixel": ("COCO runs", "segmentation.counts", [HEIGHT * WIDTH], "left out"),
     "runs of another size": ("COCO text", "segmentation.size", [WIDTH, HEIGHT], "left out"),
@@ -299,6 +318,8 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "a box of four numbers": ("YOLO", "", lambda line: line[:5], "left out"),
     "a box with its confidence": ("YOLO", "", lambda line: line[:6], "left out"),
     "a class with a fraction": ("YOLO", "0", 1.5, "left out"),
+    "a run of no pixel": ("table", "2", "601 0", "left out"),
+    "a run of no pixel among others": ("table", "2", lambda text: f"{text} 1500 0", "left out"),
     "runs that overlap": ("table", "2", lambda text: f"{text} {text}", "drawn"),
     "a run that begins at 0": ("table", "2", "7 2 0 3", "left out"),
     # fields of an image
@@ -313,9 +334,17 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "a size as a list": ("Supervisely", "/size", [HEIGHT, WIDTH], "refused"),
     "a task without data": ("Label Studio", "/data", {"id": 7}, "refused"),
     "an annotation without a result": ("Label Studio", "/annotations.1", {"was_cancelled": False}, "refused"),
+    "an empty annotation is the first": ("Label Studio", "/annotations", lambda all: [{"result": []}, *all], "drawn"),
+    "canceled as text": ("Label Studio", "/annotations.1.was_cancelled", "false", "drawn"),
+    "a caption before the image": ("Label Studio", "/data", lambda data: {"caption": "a car"} | data, "drawn"),
+    "a caption that is a name": ("Label Studio", "/data", lambda data: {
+        "caption": NAMES[2], "photo": data["image"]}, "drawn"),
+    "a logo before the image": ("Label Studio", "/data", lambda data: {"img": "logo.png", "a": data["image"]}, "drawn"),
+    "a caption next to a lost image": ("Label Studio", "/data", {"text": "0003 a", "image": "9.jpg"}, "absent"),
     "all annotations canceled": ("Label Studio", "/annotations.1.was_cancelled", True, "absent"),
     "rows that say two sizes": ("table", "3", HEIGHT + 1, "refused"),
     # categories and files
+    "two ids of one name": ("COCO", "//categories", lambda all: [*all, {"id": 30, "name": "car"}], "refused"),
     "a category twice": ("COCO", "//categories", lambda all: [*all, dict(all[0])], "drawn"),
     "an id with two names": ("COCO", "//categories.1.id", 5, "refused"),
     "a category that is a text": ("COCO", "//categories.1", "car", "refused"),
@@ -352,6 +381,113 @@ def test_text_that_pycocotools_writes_is_its_plane(share: float, tmp_path: Path)
         save_json("instances.json")(root := images_in(tmp_path / f"{number}", size), tree)
         for mask in written(root, tmp_path / f"out{number}")[2].values():
             np.testing.assert_array_equal(mask == "car", wanted)
+
+
+@pytest.mark.parametrize("is_one_file", [True, False])
+def test_objects_of_several_entries_of_an_image_are_all_drawn(is_one_file: bool, tmp_path: Path) -> None:
+    """The car of each image is in a second file, or a second entry with an id of its own."""
+    tree = FORMATS["COCO"].tree(entries())
+    cars = [one | {"image_id": one["image_id"] + 500} for one in tree["annotations"] if one["category_id"] == 9]
+    again = [one | {"id": one["id"] + 500} for one in tree["images"]]
+    rest = [one for one in tree["annotations"] if one["category_id"] != 9]
+    if is_one_file:
+        parts = [tree | {"annotations": rest + cars, "images": tree["images"] + again}]
+    else:
+        parts = [tree | {"annotations": rest}, tree | {"annotations": cars, "images": again}]
+    for number, part in enumerate(parts):
+        save_json(f"part{number}.json")(root := images_in(tmp_path / "d"), part)
+    _, lines, masks = written(root, tmp_path / "out")
+    assert sorted(masks) == [*NAMES]
+    assert all((mask == by_hand()).all() for mask in masks.values())
+    assert "3 images are in several entries, such as 0003.jpg: the objects of all are drawn" in lines
+    again[1]["height"] = HEIGHT + 9
+    save_json("part0.json")(root, parts[0])
+    save_json(f"part{len(parts) - 1}.json")(root, parts[-1])
+    found, lines, masks = written(root, tmp_path / "again")
+    assert (found, sorted(masks)) == ("left out", [NAMES[0], NAMES[2]])
+    assert "of part" in lines[0]
+    assert "it was drawn on 47 x 42 pixels" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["COCO", "YOLO", "labelme", "Label Studio", "CVAT", "Supervisely", "table"])
+def test_void_and_background_have_one_rule_in_all_formats(name: str, tmp_path: Path) -> None:
+    """The sign is ignored, and the car, which lies on the road, is background."""
+    format, root = FORMATS[name], images_in(tmp_path / "d")
+    renamed = {"road": "road", "car": "Background", "sign": "Unlabeled"}
+    format.write(
+        root, [one._replace(planes={renamed[key]: own for key, own in one.planes.items()}) for one in entries()]
+    )
+    (root / "data.yaml").write_text(f"names: {[*renamed.values()]}")
+    layout = find_candidates(survey_tree(root))[0]
+    assert layout.classes == ("background" if name == "table" else "Background", "road") or name == "table"
+    kept, _ = write_files(layout, tmp_path / "out", root)
+    for pair in kept.pairs:
+        mask = np.asarray(Image.open(tmp_path / "out" / pair.mask))
+        assert (mask[plane("sign")] == 255).all()
+        assert (mask[plane("car")] == 0).all()
+        assert (mask[plane("road") & ~plane("car")] == 1).all()
+
+
+@pytest.mark.parametrize(("least", "most", "is_read"), [(0.1, 0.9, False), (0.1, 1.9, True)])
+def test_shares_are_told_by_all_objects_in_percent(least: float, most: float, is_read: bool, tmp_path: Path) -> None:
+    """Of two boxes on 300 x 700 pixels, whose corners lie beyond the first pixel, the second one decides."""
+    sides = (300, 700)
+    tree = FORMATS["Label Studio box"].tree(
+        [Annotated(name, sides, {"car": np.eye(2), "road": np.eye(2)}) for name in NAMES]
+    )
+    for task in tree:
+        for region, end in zip(task["annotations"][1]["result"], (most, 0.5), strict=True):
+            region["value"] |= {"x": least, "y": least, "width": end - least, "height": end - least}
+    save_json("tasks.json")(root := images_in(tmp_path / "d", sides), tree)
+    found, lines, _ = written(root, tmp_path / "out")
+    assert found == ("drawn" if is_read else "refused"), lines
+    assert ("look like shares of the sides, not percent" in " ".join(lines)) is not is_read
+
+
+@pytest.mark.parametrize("number", ["1.0", "1.00"])
+def test_class_with_a_fraction_of_0_in_a_table_is_one_class(number: str, tmp_path: Path) -> None:
+    tree = FORMATS["table"].tree(entries())
+    for row in tree[1:]:
+        row[1] = {"road": "7", "car": "1", "sign": number}[row[1]]
+    FORMATS["table"].save(root := images_in(tmp_path / "d"), tree)
+    _, _, masks = written(root, tmp_path / "out")
+    wanted = by_hand({"road": "class_7", "car": "class_1", "sign": "class_1"})
+    assert all((mask == wanted).all() for mask in masks.values())
+
+
+NAMED: dict[str, tuple[str, str, str]] = {
+    "null in a list": ("names: [road, null, sign]", "road class_1 sign", "the name of 1 is null, not text"),
+    "null by id": ("names: {0: road, 1: null, 2: sign}", "road class_1 sign", "the name of 1 is null, not text"),
+    "objects": ("names: [{name: road}, {name: car}, {name: sign}]", "class_0 class_1 class_2",
+                "data.yaml is not used: the name of 0 is an object, not text"),
+    "a text": ("names: car", "class_0 class_1 class_2", 'the list of names is "car", not a list'),
+    "nan": ("names: [road, nan, .nan]", "road class_1 class_2", 'the name of 1 is "nan", not a name'),
+    "empty": ("names: [road, car, '']", "road car class_2", 'the name of 2 is "", not a name'),
+}  # fmt: skip
+"""Text of data.yaml, names of the classes, and what is said."""
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_name_that_is_missing_is_replaced_and_noted(case: str, tmp_path: Path) -> None:
+    FORMATS["YOLO"].write(root := images_in(tmp_path / "d"), entries())
+    text, names, said = NAMED[case]
+    (root / "data.yaml").write_text(text)
+    for path in root.glob("*.txt"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark, as Windows writes it
+    _, lines, masks = written(root, tmp_path / "out")
+    wanted = by_hand(dict(zip(BOXES, names.split(), strict=True)))
+    assert all((mask == wanted).all() for mask in masks.values())
+    assert sorted(masks) == [*NAMES]
+    assert any("data.yaml" in line and said in line for line in lines), lines
+
+
+def test_repeated_class_name_is_refused_with_its_file(tmp_path: Path) -> None:
+    FORMATS["YOLO"].write(root := images_in(tmp_path / "d"), entries())
+    (root / "data.yaml").write_text("names: [road, car, road]")
+    assert written(root, tmp_path / "out")[:2] == (
+        "refused",
+        [f"{root}: data.yaml: two classes are named road: rename one of them"],
+    )
 
 
 def saved_as(text: bytes) -> Callable[[Path], object]:
@@ -430,6 +566,10 @@ def test_brush_stroke_that_is_damaged_is_left_out(change: Any, problem: str, tmp
 
 SIBLINGS = {
     "annotations.xml": ('<annotations><track id="0" label="car"/></annotations>', "CVAT for images 1.1"),
+    "both.xml": (
+        '<annotations><image name="0003.jpg"><box label="car"/></image><track id="0" label="car"/></annotations>',
+        "tracks of CVAT for video",
+    ),
     "voc/0003.xml": (
         "<annotation><object><bndbox><xmin>4</xmin></bndbox></object></annotation>",
         "Pascal VOC",

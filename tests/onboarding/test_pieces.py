@@ -124,7 +124,9 @@ def test_combined_planes_hold_each_plane(num_classes: int, data: st.DataObject) 
     bits = data.draw(st.lists(st.integers(0, 2**num_classes - 1), min_size=12, max_size=12))
     sets = np.array(bits).reshape(3, 4)
     planes = {number: (sets >> number) & 1 == 1 for number in range(num_classes)}
-    ids = combine(planes, DrawnMask(np.zeros((3, 4), np.uint8), (3, 4)))
+    ids = combine(
+        [(number + 1, plane) for number, plane in planes.items()], DrawnMask(np.zeros((3, 4), np.uint8), (3, 4))
+    )
     areas = {number: plane.sum() for number, plane in planes.items()}
     for pixel, value in zip(sets.ravel(), ids.ravel(), strict=True):
         own = [number for number in planes if pixel >> number & 1]

@@ -303,7 +303,7 @@ FORMATS: dict[str, Format] = {
         "height": own.percent[2][1] - own.percent[0][1]}),
     "Label Studio brush": _of_studio("brushlabels", lambda own: {"format": "rle", "rle": brush(own.plane)}),
     "CVAT": _of_cvat("polygon", lambda own: {"points": ";".join(f"{x},{y}" for x, y in own.outer)}),
-    "CVAT box": _of_cvat("box", lambda own: dict(zip(("xtl", "ytl", "xbr", "ybr"), chain(*own.inner[::2]),
+    "CVAT box": _of_cvat("box", lambda own: dict(zip(("xtl", "ytl", "xbr", "ybr"), chain(*own.outer[::2]),
                                                      strict=True))),
     "CVAT mask": _of_cvat("mask", lambda own: {
         "rle": ",".join(map(str, runs(own.cut.ravel()))), "left": own.ends[0], "top": own.ends[1],

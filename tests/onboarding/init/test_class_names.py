@@ -112,3 +112,24 @@ def test_class_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "d" / "classes.txt").write_bytes("\ufeffground\r\nStraße\r\ncar\r\n".encode())
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["ground", "Straße", "car"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "names", "said"),
+    [
+        ("classes.csv", "id,name\n0.0,ground\n1.0,road\n2.0,car\n", "ground road car", ""),
+        ("classes.csv", "id;name\n0;ground\n1;road\n2;car\n", "ground road car", ""),
+        ("classes.csv", "id,name\n0,ground\n1,\n2,nan\n", "ground class_1 class_2", 'the name of 1 is ""'),
+        ("classes.csv", "id,name\n0,ground\n1,road\n1,car\n", None, "not used: 1 is the id of two names"),
+        ("classes.csv", "id,name\n0,ground\nx,road\n2,car\n", None, 'the id of entry 1 is "x", not a number'),
+        ("classes.csv", "name,r,g,b\nground,0,0,0\nroad,300,0,0\n", None, "the color 300 0 0 is not from 0 to 255"),
+        ("id2label.json", '{"0": "ground", "1": null, "2": "car"}', "ground class_1 car", "the name of 1 is null"),
+        ("classes.json", '["ground", null, "car"]', "ground class_1 car", "the name of 1 is null"),
+    ],
+)
+def test_odd_class_file_is_read_or_said(file: str, text: str, names: str | None, said: str, tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", IDS)
+    (tmp_path / "d" / file).write_text(text)
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == (names or "class_0 class_1 class_2").split()
+    assert any(file in line and said in line for line in result.lines)
