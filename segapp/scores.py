@@ -207,11 +207,6 @@ def score_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def is_best_candidate(value: Any, loss: Any) -> bool:
-    """Return True if an evaluation may be the best of a run: its monitored score and its loss are finite numbers."""
-    return math.isfinite(as_float(value)) and math.isfinite(as_float(loss))
-
-
 def best_shown(values: Iterable[float | None]) -> frozenset[int]:
     """Return the positions of the best values in a row: the largest ones; values that are shown equal are equal.
 

@@ -123,14 +123,9 @@ def keys_like(path: Sequence[str]) -> list[str]:
 
 
 def _siblings(section: Sequence[str]) -> list[str]:
-    """Return the keys of a section, or of an entry of a list."""
-    return [key[-1] for key in known_keys() if list(key[:-1]) == list(section)] or _keys_of_entry(section)
-
-
-def _keys_of_entry(section: Sequence[str]) -> list[str]:
-    """Return the keys of an entry of a list such as `loss.plus`; [] for another path."""
-    kinds = [LISTS_OF_SECTIONS[part] for part in section if part in LISTS_OF_SECTIONS]
-    return list(kinds[0].model_fields) if kinds else []
+    """Return the keys of a section, or of an entry of a list such as `loss.plus`; [] for another path."""
+    entries = [list(LISTS_OF_SECTIONS[part].model_fields) for part in section if part in LISTS_OF_SECTIONS]
+    return [key[-1] for key in known_keys() if list(key[:-1]) == list(section)] or next(iter(entries), [])
 
 
 def meant_word(key: str, word: str, known: Sequence[str]) -> str:

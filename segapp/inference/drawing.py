@@ -3,8 +3,6 @@
 Shapes: H x W pixels of an image or a picture, C classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

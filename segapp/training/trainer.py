@@ -5,19 +5,19 @@ optimizer, random numbers. Everything else follows from the config, so a resumed
 GPUs this requires `train.deterministic`; without it, runs differ by the rounding of kernels that add in random order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from segapp.accelerator import accelerator_of
 from segapp.checkpoint.saver import Captured, CheckpointSaver, Position
 from segapp.checkpoint.snapshot import capture_rng, restore_rng
 from segapp.config import LiveSettings
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import Batch
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.inference.evaluate import Evaluation
@@ -137,11 +137,6 @@ class SafePoint:
             while self._controller.requests.is_paused:
                 time.sleep(PAUSE_POLL_S)
                 self.check(before="resume")
-
-
-if TYPE_CHECKING:
-    from segapp.datasets.loader import TrainLoader
-    from segapp.datasets.pool import Batch
 
 
 class Trainer:

@@ -1,36 +1,31 @@
 """The evaluation of a training on its validation split, and its sample images."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import EvalLoader
+from segapp.datasets.pool import Batch
 from segapp.inference.drawing import colorize, colorize_target, draw_batch, encode_png, fitted, resized
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate
 from segapp.inference.predict.predictor import predict_image
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
+from segapp.models import SegmentationModel
 from segapp.run.files import write_atomic
 from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import first_line
 from segapp.training.recovery import MemoryFallbacks
 from segapp.training.step.engine import StepEngine
-
-if TYPE_CHECKING:
-    from segapp.datasets.layouts.schemes import ClassScheme
-    from segapp.datasets.loader import EvalLoader
-    from segapp.datasets.pool import Batch
-    from segapp.models import SegmentationModel
-
 
 PANEL_PX = 320
 """Longest side of each of the three images."""

@@ -11,7 +11,7 @@ from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import SplitChecker, usable_mib
 from segapp.run import events
 from segapp.run.words import number, printable, share_text
-from segapp.scores import EpochLoss, Score, as_float, is_best_candidate, score_named
+from segapp.scores import EpochLoss, Score, as_float, score_named
 from segapp.view.history import Evaluations, LossHistory
 from segapp.view.wording import LogLine, log_line
 
@@ -149,7 +149,7 @@ class View:
         """Return the first evaluation with the best monitored score; None if there is none."""
         begin = self.rankings[-1][0] if self.rankings else -1
         values = [(val, as_float(self.monitored(val))) for val in vals if val.step > begin]
-        ranked = [(val, value) for val, value in values if is_best_candidate(value, val.loss)]
+        ranked = [(val, value) for val, value in values if math.isfinite(value) and math.isfinite(as_float(val.loss))]
         sign = 1 if self.monitor.larger_is_better else -1
         return max(ranked, key=lambda each: sign * each[1], default=(None,))[0]
 

@@ -56,7 +56,7 @@ def pieces(root: Path) -> None:
 
 
 SAMPLES: dict[str, Callable[[Path], None]] = {
-    "COCO": lambda root: drawn.coco(root, lambda ring: [drawn.flat(ring)]),
+    "COCO": drawn.coco,
     "YOLO": drawn.yolo,
     "labelme": drawn.labelme,
     "Label Studio": drawn.label_studio,

@@ -21,11 +21,9 @@ from tests.support.drawn_annotations import (
     coco,
     cvat,
     expected,
-    flat,
     label_studio,
     labelme,
     nnunet,
-    sides,
     supervisely,
     yolo,
 )
@@ -34,10 +32,6 @@ from tests.support.drawn_folders import draw_image, draw_mask, proposed, samples
 
 def written(tmp_path: Path, name: str) -> np.ndarray:
     return np.asarray(Image.open(tmp_path / "made-masks" / f"{name}.png"))
-
-
-def as_polygons(ring: list[tuple[int, int]]) -> Any:
-    return [flat(sides(ring))]
 
 
 def with_ignored() -> np.ndarray:
@@ -63,13 +57,7 @@ def with_hole() -> np.ndarray:
 @pytest.mark.parametrize(
     ("draw", "folder", "names", "wanted", "said"),
     [
-        (
-            lambda root: coco(root, as_polygons),
-            "images",
-            "road car",
-            expected(),
-            "set data.multilabel: files",
-        ),
+        (coco, "images", "road car", expected(), "set data.multilabel: files"),
         (yolo, "images/{split}", "road car", expected(), "4 training images (train), 2 validation images (val)"),
         (labelme, ".", "car road", with_ignored(), "6 of 6 files of labelme name"),
         (label_studio, "images", "car road", expected(2, 1), ""),
@@ -121,7 +109,7 @@ def painted(layout: Layout) -> np.ndarray:
 
 
 def test_annotations_that_are_all_bad_are_an_error(tmp_path: Path) -> None:
-    coco(tmp_path / "d", lambda ring: [[1.0, 2.0]])
+    coco(tmp_path / "d", lambda own: [[1.0, 2.0]])
     with pytest.raises(DataError, match=r"no entry of COCO can be converted: annotations/instances\.json: image 0000"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
     assert not (tmp_path / "made.yaml").exists()

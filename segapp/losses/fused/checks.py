@@ -275,18 +275,15 @@ def poison_of(bounds: Tensor) -> Tensor:
 
 def raise_reported() -> None:
     """Raise ValueError for a bad id that an earlier call found on a device."""
-    while (report := _next_report()) is not None:
-        bounds, _, num_classes, ignore_index = report
+    while True:
+        with _reports_lock:
+            if not _reports or not _reports[0][1]():
+                return
+            bounds, _, num_classes, ignore_index = _reports.popleft()
         low, high = bounds.tolist()
         if low <= high:
             ids = [low] if low == high else [low, high]
             raise ValueError(out_of_range_message(ids, num_classes, ignore_index))
-
-
-def _next_report() -> _Report | None:
-    """Remove the oldest report and return it; None if it has not arrived, or there is none."""
-    with _reports_lock:
-        return _reports.popleft() if _reports and _reports[0][1]() else None
 
 
 def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int) -> str:

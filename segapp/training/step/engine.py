@@ -4,17 +4,16 @@ A criterion returns additive statistics (sums). The engine adds them over chunks
 only division, so loss and gradient are the same as for the whole step on one large device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from segapp.accelerator import gpu_of
+from segapp.datasets.pool import Batch
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, LossStatistics, surrogate
 from segapp.memory.counters import IDLE
@@ -24,9 +23,6 @@ from segapp.parallel import SampleMasks
 from segapp.training.step.network import TrainedNetwork
 from segapp.training.step.rollback import BufferGuard, capture_torch_rng, restore_torch_rng
 from segapp.training.step.update import WeightUpdate
-
-if TYPE_CHECKING:
-    from segapp.datasets.pool import Batch
 
 
 class StepParticipant:

@@ -1,22 +1,18 @@
 """The network of a step, in the three forms in which its mode divides a batch: one device, replicas, ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from segapp.chunks import RankSplit
+from segapp.datasets.pool import Batch
 from segapp.losses import AdditiveCriterion
+from segapp.models import SegmentationModel
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.parallel.distributed import Ranks
-
-if TYPE_CHECKING:
-    from segapp.datasets.pool import Batch
-    from segapp.models import SegmentationModel
 
 
 class TrainedNetwork:

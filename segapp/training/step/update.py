@@ -1,19 +1,15 @@
 """The update of the weights from their gradients: unscaled, clipped, averaged, and skipped if a value is not finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from segapp.checkpoint.snapshot import hold_own_state
+from segapp.models import SegmentationModel
 from segapp.optim import WeightAverage, add_groups
 from segapp.precision import Precision
-
-if TYPE_CHECKING:
-    from segapp.models import SegmentationModel
 
 MAX_BAD_STEPS = 10
 """Number of consecutive steps with a non-finite loss or gradient after which the training ends."""
