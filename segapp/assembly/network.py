@@ -27,7 +27,14 @@ from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.adapters import add_adapters, merge_adapters
 from segapp.models.by_name import expected_statistics
-from segapp.models.weights import CONFIG_KEY, load_weights, peek_tensors, read_metadata, read_weights_file, weights_path
+from segapp.models.weights import (
+    CONFIG_KEY,
+    load_weights,
+    peek_tensors,
+    read_metadata,
+    read_weights_file,
+    weights_path,
+)
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run
 from segapp.run.words import size

@@ -66,7 +66,11 @@ def predict_target(networks: Sequence[str], files: Sequence[InputFile], out: Pat
 def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> OutputPlan:
     """Return the files to write for each prediction."""
     plan = OutputPlan(
-        out, predictor.scheme, pixels=predictor.pixels, label_ids=options.label_ids, polygons=options.polygons
+        out,
+        predictor.scheme,
+        pixels=predictor.pixels,
+        label_ids=options.label_ids,
+        polygons=options.polygons,
     )
     if options.save or options.polygons:
         plan = replace(plan, kinds=options.save)

@@ -35,7 +35,7 @@ MAX_PROBLEMS = 50
 _TRACKING_URI = re.compile(  # of MLflow; without a password, and for http without a user
     r"(?i)https?://(?:[\w.-]+|\[[\da-f:.]+\])(?::\d+)?(?:[/?#]\S*)?|databricks[\w:/.-]*|(?:arn|azureml):[\w:/.-]+"
     r"|(?:postgresql|mysql|mssql)(?:\+\w+)?://(?:(?:[\w.-]|%40)+@)?[^@\\\s]*"
-    r"|(?:sqlite(?:\+\w+)?|file):(?=/)(?!//[^/]).*|[^:@\\]+"  # files and folders
+    r"|(?:sqlite(?:\+\w+)?|file):(?=/)(?!//[^/]).*|[^:@\\]+",  # files and folders
 )
 
 
@@ -296,7 +296,10 @@ def explain_config(config: RunConfig) -> str:
     text = dump_config(config)
     if config.data.augment is not None:
         return text
-    lines = ["# data.augment: null means this list, made of data.scale, hflip and photometric:", "#   augment:"]
+    lines = [
+        "# data.augment: null means this list, made of data.scale, hflip and photometric:",
+        "#   augment:",
+    ]
     for entry in config.data.transforms:
         ((name, arguments),) = entry.items()
         flow = yaml.safe_dump(arguments, default_flow_style=True, sort_keys=False, width=math.inf)

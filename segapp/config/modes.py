@@ -36,7 +36,13 @@ FEATURES = (
         "reduce-overhead",
     ),
     Feature("distill", ("single", "dp", "ddp"), lambda config: config.distill is not None),
-    Feature("model.name", ("single", "dp", "ddp"), lambda config: config.model.is_eomt, "use another model", "eomt"),
+    Feature(
+        "model.name",
+        ("single", "dp", "ddp"),
+        lambda config: config.model.is_eomt,
+        "use another model",
+        "eomt",
+    ),
 )
 
 

@@ -17,7 +17,14 @@ from segapp.config.options import UNKNOWN_OPTION
 from segapp.config.sections import MAX_LABELS, DataConfig, ParallelConfig, RunConfig
 from segapp.config.trust import component_names
 from segapp.config.values import section_of
-from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
+from segapp.config.words import (
+    LISTS_OF_SECTIONS,
+    description_of,
+    meant_key,
+    meant_word,
+    options_of,
+    words_of,
+)
 from segapp.config.yaml_reader import parse_yaml
 from segapp.custom.names import COMPONENT_PATTERN, is_component
 from segapp.errors import ConfigError, some_names

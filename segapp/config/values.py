@@ -94,7 +94,10 @@ def _check_workers(value: object) -> object:
     return value
 
 
-Workers = Annotated[Annotated[int, Field(ge=0, le=MAX_WORKERS)] | Literal["auto"], BeforeValidator(_check_workers)]
+Workers = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_WORKERS)] | Literal["auto"],
+    BeforeValidator(_check_workers),
+]
 
 
 def parse_transforms(value: object) -> object:

@@ -15,7 +15,14 @@ from typing import Literal
 
 from segapp.datasets.dataset import LargeBatch, SegmentationDataset
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions, collate
-from segapp.datasets.sampling import Order, SampleKey, num_batches, part_of, plan_shares, uniform_order
+from segapp.datasets.sampling import (
+    Order,
+    SampleKey,
+    num_batches,
+    part_of,
+    plan_shares,
+    uniform_order,
+)
 
 _IN_PROCESS = LoadOptions()
 

@@ -3,6 +3,8 @@
 Shapes: H x W pixels of an image or a picture, C classes.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

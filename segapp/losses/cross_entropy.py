@@ -135,7 +135,12 @@ def _num_pixels(target: Tensor) -> Tensor:
 
 
 def _sums(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: PixelOptions, *, is_whole: bool = False
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: PixelOptions,
+    *,
+    is_whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums by torch's operators; with `is_whole`, at full resolution."""
     function = partial(cross_entropy_sums_of, label_smoothing=options.label_smoothing)

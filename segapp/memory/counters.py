@@ -214,7 +214,10 @@ class DeviceMemoryTracker:
     """
 
     def __init__(
-        self, devices: Iterable[DeviceInfo | DeviceLike], *, counters: Sequence[MemoryCounters | None] | None = None
+        self,
+        devices: Iterable[DeviceInfo | DeviceLike],
+        *,
+        counters: Sequence[MemoryCounters | None] | None = None,
     ) -> None:
         given = check_list("devices", devices, "one, such as ['cuda:0', 'cuda:1'] or ['cpu']")
         self.devices = tuple(d if isinstance(d, DeviceInfo) else device_info_of(*resolve_devices([d])) for d in given)

@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from segapp.compat.torch import TorchDispatchMode, is_added_in_place, operator_name, storage_key, tree_iter
+from segapp.compat.torch import (
+    TorchDispatchMode,
+    is_added_in_place,
+    operator_name,
+    storage_key,
+    tree_iter,
+)
 
 CUDA_ALLOC_UNIT_BYTES = 512
 """Sizes in torch's CUDA allocator are multiples of this (its `kMinBlockSize`)."""

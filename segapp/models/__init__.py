@@ -8,4 +8,10 @@ from segapp.models.by_name import build_model
 from segapp.models.critic import Critic, critic_input, critic_size
 from segapp.models.network import SegmentationModel
 
-__all__ = ["Critic", "SegmentationModel", "build_model", "critic_input", "critic_size"]
+__all__ = [
+    "Critic",
+    "SegmentationModel",
+    "build_model",
+    "critic_input",
+    "critic_size",
+]

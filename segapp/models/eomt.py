@@ -43,7 +43,14 @@ class EomtModel(SegmentationModel):
     """
 
     def __init__(
-        self, encoder: Any, num_queries: int, num_blocks: int, *, aux: bool, mask_steps: int | None, **about: Any
+        self,
+        encoder: Any,
+        num_queries: int,
+        num_blocks: int,
+        *,
+        aux: bool,
+        mask_steps: int | None,
+        **about: Any,
     ) -> None:
         patch_px = int(encoder.patch_embed.patch_size[0])
         super().__init__(library="segapp", name="eomt", size_divisor=patch_px, **about)

@@ -58,7 +58,12 @@ def torchvision_names() -> tuple[str, ...]:
 
 
 def build_torchvision(
-    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any], in_channels: int
+    name: str,
+    num_classes: int,
+    aux: bool,
+    encoder: str | None,
+    options: Mapping[str, Any],
+    in_channels: int,
 ) -> TorchvisionModel:
     """Return a network with random weights; see `build_model`.
 

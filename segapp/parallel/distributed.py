@@ -67,7 +67,10 @@ def is_launched(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def init_from_env(
-    *, device: DeviceLike | None = None, backend: str | None = None, start_timeout_s: float = JOIN_S
+    *,
+    device: DeviceLike | None = None,
+    backend: str | None = None,
+    start_timeout_s: float = JOIN_S,
 ) -> RankInfo:
     """Join the process group of the ranks, and end this process when its launcher dies.
 

@@ -354,7 +354,12 @@ class Peers:
     """
 
     def __init__(
-        self, rank: int, peers: Sequence[tuple[str, int, str]], store: Callable[[], Any], exit_code: int, limit_s: float
+        self,
+        rank: int,
+        peers: Sequence[tuple[str, int, str]],
+        store: Callable[[], Any],
+        exit_code: int,
+        limit_s: float,
     ) -> None:
         self.pids = [(machine, pid) for machine, pid, _ in peers]
         self._exit_code = exit_code

@@ -80,7 +80,13 @@ def gradient_penalty(
         return _mean_over_all(excess.square())
 
 
-def _points(real: Tensor, fake: Tensor | None, kind: PenaltyKind, alpha: Tensor | None, noise: Tensor | None) -> Tensor:
+def _points(
+    real: Tensor,
+    fake: Tensor | None,
+    kind: PenaltyKind,
+    alpha: Tensor | None,
+    noise: Tensor | None,
+) -> Tensor:
     if kind == "dragan":
         if noise is None:
             noise = torch.rand(real.shape, dtype=real.dtype, device=real.device)

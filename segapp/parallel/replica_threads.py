@@ -341,7 +341,9 @@ def _make_current(device: torch.device) -> contextlib.AbstractContextManager[Any
     return accelerator_of(device).current(device)
 
 
-def _caller_states(devices: Sequence[torch.device]) -> Callable[[torch.device], contextlib.AbstractContextManager[Any]]:
+def _caller_states(
+    devices: Sequence[torch.device],
+) -> Callable[[torch.device], contextlib.AbstractContextManager[Any]]:
     """Return a function that sets torch's present thread-local states in another thread, on a replica's device.
 
     A new thread does not inherit them.

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from segapp.compat.torch import FakeTensor, buffer_slots, is_compiled, module_slots, parameter_slots, shallow_replica
+from segapp.compat.torch import (
+    FakeTensor,
+    buffer_slots,
+    is_compiled,
+    module_slots,
+    parameter_slots,
+    shallow_replica,
+)
 from segapp.parallel.scatter_gather import buckets, reduce_add, to_device
 
 T = TypeVar("T")
@@ -101,7 +108,9 @@ def write_back(module: nn.Module, owner: nn.Module) -> None:
 
 
 def _assemble(
-    parts: Mapping[str, nn.Module], methods: Sequence[Mapping[str, Callable[..., Any]]], tensors: Mapping[int, Tensor]
+    parts: Mapping[str, nn.Module],
+    methods: Sequence[Mapping[str, Callable[..., Any]]],
+    tensors: Mapping[int, Tensor],
 ) -> nn.Module:
     """Return a shallow copy of the first part with copies of all submodules and tensors, which have keys by `id`."""
     replicas = {id(part): shallow_replica(part) for part in parts.values()}

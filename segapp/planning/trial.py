@@ -32,7 +32,12 @@ class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
 
 
 def blank_batch(
-    scheme: ClassScheme, num_samples: int, size: tuple[int, int], pixels: PixelFormat = RGB8, *, device: str = "cpu"
+    scheme: ClassScheme,
+    num_samples: int,
+    size: tuple[int, int],
+    pixels: PixelFormat = RGB8,
+    *,
+    device: str = "cpu",
 ) -> Batch:
     """Return a batch of black images (N, B, H, W) with targets (N, H, W) of class 0."""
     images = torch.zeros(num_samples, pixels.num_bands, *size, dtype=pixels.torch_dtype, device=device)
@@ -117,7 +122,12 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
     )
     try:
         engine.network.module.train()
-        batch = blank_batch(scheme, config.train.batch_size, config.data.crop_px, build_pixels(config.data))
+        batch = blank_batch(
+            scheme,
+            config.train.batch_size,
+            config.data.crop_px,
+            build_pixels(config.data),
+        )
         for _ in range(2):  # the second step runs with the memory that the first one keeps
             engine.step([batch] * min(2, config.train.accumulate))
         evaluate_blank(engine, config, scheme, evaluation_size(config)[0])

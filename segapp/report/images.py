@@ -128,7 +128,10 @@ def _by_class(classes: Sequence[str], values: Any) -> dict[str, float | None]:
 
 
 def count_split(
-    trained: TrainedModel, dataset: SegmentationDataset, split: str, progress: Callable[[int], None] = lambda _: None
+    trained: TrainedModel,
+    dataset: SegmentationDataset,
+    split: str,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> ImageCounts:
     """Predict every image of a split and return its counts; `progress` is called with the number of images done."""
     scheme, host = trained.scheme, HostLimit()

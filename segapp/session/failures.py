@@ -7,7 +7,15 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from segapp.custom.loading import raised_at
-from segapp.errors import ConfigError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError, free_or
+from segapp.errors import (
+    ConfigError,
+    DistributedError,
+    OutOfMemoryError,
+    RunError,
+    SegappError,
+    StorageError,
+    free_or,
+)
 from segapp.losses.additive import PlainLossError
 from segapp.memory.oom import is_out_of_memory
 from segapp.models.inspection import ONE_VALUE

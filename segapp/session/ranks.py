@@ -10,7 +10,9 @@ from pathlib import PosixPath
 import torch
 
 from segapp.assembly.devices import DevicePlan
-from segapp.checkpoint.training_state import LoadedCheckpoint
+from segapp.checkpoint.training_state import (
+    LoadedCheckpoint,
+)
 from segapp.compat.torch import group_store
 from segapp.config import LiveSettings, RunConfig
 from segapp.datasets.cache import CacheFiles

@@ -23,15 +23,29 @@ from segapp.assembly.devices import DevicePlan, plan_devices
 from segapp.assembly.network import with_weights_defaults
 from segapp.assembly.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.assembly.pairs import build_scheme, check_monitor, count_images, split_names
-from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, load_to_resume, saved_state
+from segapp.checkpoint.training_state import (
+    LoadedCheckpoint,
+    check_resumable,
+    load_to_resume,
+    saved_state,
+)
 from segapp.config import RunConfig, component_names, dump_config
 from segapp.config.trust import unnamed_trackers
 from segapp.custom.trust import accepted_sources, using_copies
 from segapp.datasets.resources import freed_memory_kept
-from segapp.errors import CheckpointError, ConfigError, DataError, DistributedError, StorageError
+from segapp.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    StorageError,
+)
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.parallel.distributed import Ranks, is_launched
+from segapp.parallel.distributed import (
+    Ranks,
+    is_launched,
+)
 from segapp.parallel.launch import Peers, end_process
 from segapp.planning.auto import is_planned, resolve_auto
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
@@ -344,7 +358,11 @@ def _fit(trainer: Trainer, stage: Stage) -> None:
 
 @contextlib.contextmanager
 def _restored_trainer(
-    context: RunContext, request: TrainRequest, devices: DevicePlan, stage: Stage, rank_pids: Sequence[tuple[str, int]]
+    context: RunContext,
+    request: TrainRequest,
+    devices: DevicePlan,
+    stage: Stage,
+    rank_pids: Sequence[tuple[str, int]],
 ) -> Iterator[Trainer]:
     """Resolve the config, build the trainer and restore its state; yield it under watch."""
     folder, ranks = context.folder, context.ranks
@@ -365,7 +383,14 @@ def _restored_trainer(
     with (
         _watched(context, config, stage, rank_pids),
         contextlib.closing(
-            build_trainer(config, context, devices, checkpoint=checkpoint, saved_plan=saved_plan, limit=request.limit)
+            build_trainer(
+                config,
+                context,
+                devices,
+                checkpoint=checkpoint,
+                saved_plan=saved_plan,
+                limit=request.limit,
+            )
         ) as trainer,
         sharing_random_numbers(trainer.engine.model, trainer.engine.criterion),
     ):

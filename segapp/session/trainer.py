@@ -278,7 +278,12 @@ def build_controller(
     ranks = context.ranks
     inbox = Inbox(context.folder if ranks.is_main else None, context.event_log)
     replay = ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None)
-    batch_split = BatchSplitController(engine.network, config.train.batch_size, devices.mode, saved_plan)
+    batch_split = BatchSplitController(
+        engine.network,
+        config.train.batch_size,
+        devices.mode,
+        saved_plan,
+    )
     gpu0_bsz, shares = split
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=config.parallel.gpu0_bsz == "auto", shares=shares)
     problem = "train.compile is on" if config.train.compile else None
@@ -379,7 +384,11 @@ def _build_loaders(
         divide=None if world_size == 1 else engine.network.split_of,
     )
     val_loader = EvalLoader(
-        val_set, options=options, batch_size=config.eval.batch_size, rank=rank, world_size=world_size
+        val_set,
+        options=options,
+        batch_size=config.eval.batch_size,
+        rank=rank,
+        world_size=world_size,
     )
     return train_loader, val_loader
 

@@ -19,7 +19,11 @@ class BatchSplitController:
     """
 
     def __init__(
-        self, network: TrainedNetwork, batch_size: int, mode: str, saved_plan: SavedMemoryPlan | None = None
+        self,
+        network: TrainedNetwork,
+        batch_size: int,
+        mode: str,
+        saved_plan: SavedMemoryPlan | None = None,
     ) -> None:
         is_split = len(network.split_of(batch_size)) > 1
         self._divider: Any = network.divider if is_split else None

@@ -17,7 +17,11 @@ from segapp.view.source import Status
 from segapp.view.view import View, is_gpu
 from segapp.view.wording import clip, recomputed, topology
 
-WORD_STYLES = {"ok": "$text-success", "tight": "$text-warning bold", "full": "$text-error bold"}
+WORD_STYLES = {
+    "ok": "$text-success",
+    "tight": "$text-warning bold",
+    "full": "$text-error bold",
+}
 PEAK, PREDICTED = "│", "◆"
 """Signs in the bar of a device."""
 

@@ -9,7 +9,14 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from textual.content import Content
 
-from segapp.run.words import age, duration, learning_rate, number, percent, printable
+from segapp.run.words import (
+    age,
+    duration,
+    learning_rate,
+    number,
+    percent,
+    printable,
+)
 from segapp.tui.widgets import progress
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View

@@ -25,7 +25,15 @@ from segapp.errors import ConfigError, StorageError
 from segapp.run.events import RunEnd
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
-from segapp.run.state import State, StateFacts, derive_state, event_age_s, is_trainer_alive, read_tail, starting_since
+from segapp.run.state import (
+    State,
+    StateFacts,
+    derive_state,
+    event_age_s,
+    is_trainer_alive,
+    read_tail,
+    starting_since,
+)
 from segapp.scores import SCORES, Score, count_scored, score_named, scored_of, with_count
 from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou

@@ -302,7 +302,10 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
             yield _Probabilities(folder, picture, scheme)
         elif kind == "confidence":
             yield _PictureFile(
-                folder, picture, partial(_confidence_of, 1 if has_nodata else 0), nodata=0 if has_nodata else None
+                folder,
+                picture,
+                partial(_confidence_of, 1 if has_nodata else 0),
+                nodata=0 if has_nodata else None,
             )
         elif kind == "overlay":
             yield _PictureFile(

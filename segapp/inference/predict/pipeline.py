@@ -4,6 +4,8 @@ Decoding and encoding release the GIL. The queues are limited by pixels, not by 
 many small ones.
 """
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

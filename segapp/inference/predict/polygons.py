@@ -8,6 +8,8 @@ twice, which the even-odd rule, the nonzero rule and pycocotools fill in the sam
 Shapes: H x W pixels of an image, V vertices of a ring, P polygons.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import math

@@ -54,7 +54,11 @@ class TrainedPredictor:
     """Class ids and probabilities of a batch of images of one size, with a trained model."""
 
     def __init__(
-        self, model: SegmentationModel, inference: Inference, scheme: ClassScheme, device: torch.device
+        self,
+        model: SegmentationModel,
+        inference: Inference,
+        scheme: ClassScheme,
+        device: torch.device,
     ) -> None:
         self.model, self.inference, self.scheme, self.device = model, inference, scheme, device
         self.threshold = inference.threshold

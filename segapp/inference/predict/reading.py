@@ -5,6 +5,8 @@ outputs of a GeoTIFF are GeoTIFFs with its coordinate system and transform, if r
 dropped.
 """
 
+from __future__ import annotations
+
 import fnmatch
 import glob
 import itertools

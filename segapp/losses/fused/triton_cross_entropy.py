@@ -46,7 +46,12 @@ FP_FUSION = {"enable_fp_fusion": True}
 
 
 def cross_entropy_by_triton(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: PixelOptions, *, with_gradient: bool
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: PixelOptions,
+    *,
+    with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the loss sum, the weight sum and the loss sum's gradient, without a host synchronization.
 
@@ -144,7 +149,16 @@ def _launch(
     )
     if gradient is not None:
         gather_kernel[(N * h, -(-w // 32), -(-C // 32))](
-            partial, gradient, h, w, num_groups, num_blocks, **cut, BC=32, BW=32, num_warps=4
+            partial,
+            gradient,
+            h,
+            w,
+            num_groups,
+            num_blocks,
+            **cut,
+            BC=32,
+            BW=32,
+            num_warps=4,
         )
 
 

@@ -47,4 +47,8 @@ from segapp.run.events.types import (
     Val as Val,
     Weights as Weights,
 )
-from segapp.run.events.writer import EventListener as EventListener, EventLog as EventLog, EventWriter as EventWriter
+from segapp.run.events.writer import (
+    EventListener as EventListener,
+    EventLog as EventLog,
+    EventWriter as EventWriter,
+)
