@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path, PurePath
@@ -48,8 +49,15 @@ class PolygonPlan:
     min_area_px: int = 0  # smaller regions are left out, smaller holes are filled
     simplify_px: float = 0.0  # tolerance of simplified borders
 
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """The modules that write the format."""
+        return () if self.format == "coco" else ("shapely", "rasterio.features", "pyogrio")
+
     def check_places(self, files: Sequence[InputFile]) -> None:
-        """Raise ConfigError if the format cannot name the coordinate systems of images."""
+        """Raise ConfigError if the format cannot name the coordinate systems of images; import what writes them."""
+        for name in self.writers:
+            import_module(name)  # here, because the threads that write the files would wait for each other
         places = {file.name: known_place(file.path) for file in files if self.format == "geojson"}
         unnamed = [name for name, place in places.items() if place and place.crs and crs_name(place.crs) is None]
         if unnamed:
@@ -78,10 +86,11 @@ def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> 
         raise ConfigError(
             f"--polygons {format} is not known: {accepted_words(str(format), POLYGON_FORMATS)}", value=format
         )
-    packages = () if known == "coco" else ("shapely", "rasterio", "pyogrio")
+    plan = PolygonPlan(known, min_area_px, simplify_px)
+    packages = [name.partition(".")[0] for name in plan.writers]
     if missing := [package for package in packages if find_spec(package) is None]:
         raise ConfigError(f"--polygons {known} needs the package {missing[0]}: run uv sync --extra geo")
-    return PolygonPlan(known, min_area_px, simplify_px)
+    return plan
 
 
 def _label_maps(labels_HW: NDArray[Any], scheme: ClassScheme) -> Iterator[tuple[NDArray[Any], Mapping[int, int]]]:
