@@ -4,6 +4,8 @@ The trainer is a session leader without standard input; its output goes to `trai
 affected by a closed terminal, a killed tmux, or Ctrl-C in the viewer.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shlex
