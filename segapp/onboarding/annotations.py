@@ -454,7 +454,7 @@ def _draw_supervisely(canvas: DrawnMask, one: Field, value: int) -> None:
         holes = points.get("interior").items() if points.get("interior").value else []
         fill_polygon(canvas, [ring.corners() for ring in (points["exterior"], *holes)], value)
     elif kind.value == "rectangle":
-        fill_polygon(canvas, [box_of(one["points"]["exterior"].corners(2, 2))], value)
+        fill_polygon(canvas, [box_of(one["points"]["exterior"].corners(2, 2), are_pixels=True)], value)
     elif kind.value == "bitmap":
         data = one["bitmap"]["data"]
         left, top = map(int, one["bitmap"]["origin"].wholes(2, 2))

@@ -418,10 +418,13 @@ def fill_area(canvas: DrawnMask, rings: Rings, value: int) -> None:
         _fill_rounded(canvas.mask, [ring - 0.5 for ring in points], value)
 
 
-def box_of(ends: Corners) -> Corners:
-    """Return the four corners of a rectangle from two opposite ones; raise ValueError if they are on one line."""
+def box_of(ends: Corners, *, are_pixels: bool = False) -> Corners:
+    """Return the four corners of a rectangle from two opposite ones; raise ValueError if they are on one line.
+
+    Ends that are pixels, which belong to the rectangle, may be on one line, or one pixel.
+    """
     (x0, y0), (x1, y1) = ends
-    if x0 == x1 or y0 == y1:
+    if not are_pixels and (x0 == x1 or y0 == y1):
         raise ValueError("the box has no area")
     return np.array([(x0, y0), (x1, y0), (x1, y1), (x0, y1)])
 

@@ -383,6 +383,18 @@ def test_text_that_pycocotools_writes_is_its_plane(share: float, tmp_path: Path)
             np.testing.assert_array_equal(mask == "car", wanted)
 
 
+@pytest.mark.parametrize("end", [(8, 10), (12, 6)])
+def test_supervisely_box_of_one_line_has_its_pixels(end: tuple[int, int], tmp_path: Path) -> None:
+    format, root = FORMATS["Supervisely box"], images_in(tmp_path / "d")
+    tree = format.tree(entries())
+    assert changed(tree, [CHANGED, *format.way[1:], "points", "exterior"], [[8, 6], [*end]])
+    format.save(root, tree)
+    _, lines, masks = written(root, tmp_path / "out")
+    expected = by_hand({"car": "road"})
+    expected[6 : end[1] + 1, 8 : end[0] + 1] = "car"
+    assert (masks[CHANGED] == expected).all(), lines
+
+
 @pytest.mark.parametrize("is_one_file", [True, False])
 def test_objects_of_several_entries_of_an_image_are_all_drawn(is_one_file: bool, tmp_path: Path) -> None:
     """The car of each image is in a second file, or a second entry with an id of its own."""
