@@ -31,6 +31,9 @@ _UNWIND_S = 1.2
 _WITH_OWN_LINES = ("train", "sweep", "launch", "attach", "docs")
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
+_interrupts: list[int] = []
+"""The signals for which `_interrupt` has raised KeyboardInterrupt."""
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run segapp with the process's arguments (or those given) and exit."""
@@ -68,7 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
             raise ConfigError("--config is given more than once: name one config, and change its keys with KEY=VALUE")
         while True:
             try:
-                sys.exit(app(words, standalone_mode=False) or 0)
+                code = app(words, standalone_mode=False) or 0
+                if code == 130 and _interrupts:  # typer returns it for every KeyboardInterrupt
+                    raise KeyboardInterrupt(*_interrupts)
+                sys.exit(code)
             except UnknownCodeError as error:  # raised before the command has changed anything
                 if not _is_accepted(error):
                     raise
@@ -92,7 +98,7 @@ def _is_accepted(error: UnknownCodeError) -> bool:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt; exit after `_UNWIND_S`, which a thread that hangs may delay; immediately in an import.
 
-    Nothing needs to be cleaned up then, and libraries turn a KeyboardInterrupt in their import into other errors.
+    Libraries turn a KeyboardInterrupt in their import into other errors.
     """
     timer = threading.Timer(_UNWIND_S, _leave, (number,))
     timer.daemon = True
@@ -101,8 +107,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         return
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os._exit(128 + number)
+            _leave(number)
         frame = frame.f_back
+    _interrupts.append(number)
     raise KeyboardInterrupt(number)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,3 +64,20 @@ def test_command_exits_with_the_code_that_its_help_states(
     assert ended.value.code == code, capsys.readouterr()
     command = max((name for name in STATED if " ".join(words).startswith(name)), key=len)
     assert str(code) in STATED[command]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("place", ["command", "import"])
+def test_interrupted_command_names_its_signal(place: str, number: signal.Signals, tmp_path: Path) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip(f"{number.name} is ignored by the program that started the tests, such as nohup")
+    interrupt = f"import signal\nsignal.raise_signal({number:d})\n"
+    (tmp_path / "interrupts.py").write_text(interrupt)
+    body = interrupt if place == "command" else "import interrupts\n"
+    (tmp_path / "program.py").write_text(
+        "from segapp.__main__ import main\nfrom segapp.cli import app\n\n\n@app.command()\ndef wait() -> None:\n    "
+        + body.replace("\n", "\n    ")
+        + "print('not interrupted')\n\n\nmain(['wait'])\n"
+    )
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", f"stopped by {number.name}\n")
