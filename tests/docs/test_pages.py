@@ -132,7 +132,7 @@ NOT_KEYS = re.compile(r"\.(py|md|yaml|txt|log|json|jsonl|pt|onnx|csv)$|segapp|\.
 
 @pytest.mark.parametrize("path", page_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_config_keys_exist(path: Path) -> None:
-    text = "" if path.name in ("config.md", "changes.md") else present_text(path)
+    text = "" if path.name == "config.md" else present_text(path)
     code = re.findall(r"`([^`\n]+)`", text)
     code += [block.text for block in blocks() if block.page == path and block.language == "sh"]
     pattern = rf"(?<![\w./-])((?:{SECTIONS})(?:\.[a-z][a-z0-9_]*)+)(?![\w/(])"
