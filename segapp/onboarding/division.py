@@ -286,7 +286,7 @@ def divided(
 
 def touching_notes(tiles: Tiles, splits: Sequence[str], val: str = "val", train: str = "train") -> list[str]:
     """Return a sentence on the images of a split that touch one of another split by their georeferences, or none."""
-    num, num_all = tiles.num_across(splits, val), splits.count(val)
+    num, num_all = sum(splits[each] == val for each in tiles.across(splits)), splits.count(val)
     what = f"warning: {num} of {num_all} images of {val} touch one of {train} by their georeferences"
     return [f"{what}: scores on {val} are too good"] if num else []
 
@@ -368,8 +368,10 @@ def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int, t
         lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
     sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
-    notes = touching_notes(tiles, ["train" if fold else "val" for fold in fold_of])
-    lines = [line, _groups_line(pairs, grouping), *lines, *notes]
+    lines = [line, _groups_line(pairs, grouping), *lines]
+    if num := len(tiles.across(fold_of)):
+        what = f"{num} of {len(pairs)} images touch one of another fold by their georeferences"
+        lines.append(f"warning: {what}: scores on val are too good")
     return Division(lists["fold0-train"], lists["fold0-val"], lists, lines=tuple(lines))
 
 

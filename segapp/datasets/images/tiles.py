@@ -75,10 +75,11 @@ class Tiles:
                 first[high] = low
         return [root(group) for group in groups], int(touching.sum())
 
-    def num_across(self, sides: Sequence[Hashable], side: Hashable) -> int:
-        """Return the number of images on a side that touch images on the others."""
+    def across(self, sides: Sequence[Hashable]) -> set[int]:
+        """Return the images that touch images on other sides."""
         across = set[int]()
         for one, others in self.neighbors():
-            for pair in ((one, int(other)) for other in others if sides[other] != sides[one]):
-                across.update(each for each in pair if sides[each] == side)
-        return len(across)
+            for other in others:
+                if sides[other] != sides[one]:
+                    across.update((one, int(other)))
+        return across

@@ -67,7 +67,7 @@ def test_two_tiles_touch(grid: Affine | None, others: dict[str, Any], touches: b
         tiles = Tiles.of(listed)
         groups = [path.stem for path in listed]
         assert tiles.joined(groups) == ([{"b": "a"}.get(one, one) if touches else one for one in groups], 2 * touches)
-        assert tiles.num_across(groups, "b") == touches
+        assert {groups[each] for each in tiles.across(groups)} == ({"a", "b"} if touches else set())
 
 
 def test_tiles_of_two_coordinate_systems_touch(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_tiles_of_two_coordinate_systems_touch(tmp_path: Path) -> None:
                 tmp_path / "b.tif", Affine(10, 0, x + 10 * shift - (45 if touches else 0), 0, -10, y), crs="EPSG:32633"
             ),
         ]
-        assert Tiles.of(paths).num_across("ab", "a") == touches, shift
+        assert Tiles.of(paths).across("ab") == ({0, 1} if touches else set()), shift
 
 
 def scene(rows: int, columns: int, left: float, top: float = 0, turn: float = 0) -> np.ndarray:
@@ -154,6 +154,14 @@ def test_one_scene_is_cut_into_contiguous_parts(rows: int, columns: int, turn: f
         assert [side == "val" for side in sides_of(found, listed)] == expected
         assert any(f"{len(corners)} images are one scene, which is cut into contiguous" in line for line in found.lines)
         assert any(f"{across} of {across} images of val touch one of train" in line for line in found.lines)
+
+
+def test_folds_say_how_many_touch_in_all_of_them() -> None:
+    """Columns 0 1, 2 3 4 and 5 of a row are the folds of a scene; the other scene, of one tile, touches nothing."""
+    corners = np.concatenate([scene(1, 6, 0), scene(1, 1, 9000)])
+    found = division(corners, [f"{number}.tif" for number in range(7)], 0, folds=3)
+    (said,) = (line for line in found.lines if "warning" in line)
+    assert said.startswith("warning: 4 of 7 images touch one of another fold by their georeferences: ")
 
 
 def test_given_splits_and_groups_say_how_many_touch() -> None:
