@@ -8,6 +8,7 @@ Shapes: H, W height and width in pixels; B bands.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import warnings
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import ImagePair, damaged, shown, tiff_tags
+from segapp.datasets.files import ImagePair, check_same_size, damaged, read_header, shown, tiff_tags
 from segapp.datasets.images.pixel_format import Pixels
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.datasets.resources import READERS, side_by_side
@@ -223,7 +224,7 @@ def read_corners(paths: Sequence[Path]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def check_same_place(pair: ImagePair) -> None:
-    """Raise DataError if image and mask are GeoTIFFs of other coordinates; half a pixel is a matter of convention."""
+    """Raise DataError if image and mask are GeoTIFFs of other places or sizes; half a pixel is convention."""
     image, mask = (known_place(path) for path in (pair.image, pair.mask or pair.image))
     if image is None or mask is None:
         return
@@ -237,6 +238,7 @@ def check_same_place(pair: ImagePair) -> None:
             "warp the mask to the grid of the image, or remove the wrong one with gdal_edit.py -unsetgt",
             path=pair.mask,
         )
+    check_same_size(pair, read_header(pair.image).size_px, read_header(pair.mask or pair.image).size_px)
 
 
 def known_place(path: Path) -> Georeference | None:
@@ -292,7 +294,7 @@ class GeoTiffWriter:
             self._file.close()
             with opened(self._path) as file:
                 if any(_checksum(file.read(window=window)) != checksum for window, checksum in self._written):
-                    raise OSError(NOT_WHOLE)
+                    raise OSError(errno.ENOSPC, NOT_WHOLE)
 
 
 def _checksum(planes: NDArray[Any]) -> int:
@@ -312,4 +314,4 @@ def _storage_errors() -> Iterator[None]:
         with rasterio.Env():  # otherwise GDAL prints its errors
             yield
     except (RasterioError, DataError) as error:
-        raise OSError(NOT_WHOLE) from error
+        raise OSError(errno.ENOSPC, NOT_WHOLE) from error

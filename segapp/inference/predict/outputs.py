@@ -7,6 +7,7 @@ Shapes: C classes, H x W pixels of an image, R rows of a strip.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import struct
@@ -168,7 +169,7 @@ class _Writer:
                     num_bytes = self.file.tell()  # 0 if a library has written the file, which `finish` compares
                     self.file.close()
                     if num_bytes and self._temporary.stat().st_size != num_bytes:
-                        raise OSError(NOT_WHOLE)
+                        raise OSError(errno.ENOSPC, NOT_WHOLE)
                     os.replace(self._temporary, self.path)
         finally:
             with suppress(OSError):  # of bytes that did not fit on the disk

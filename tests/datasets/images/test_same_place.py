@@ -38,7 +38,7 @@ GRID = (10.0, 0.0, 500_000.0, 0.0, -10.0, 5_000_000.0)
 
 def write(path: Path, pixels: np.ndarray, grid: Any = GRID, crs: str | None = "EPSG:32632") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = {"driver": "GTiff", "height": HEIGHT, "width": WIDTH, "count": len(pixels), "dtype": "uint8"}
+    kind = {"driver": "GTiff", "height": pixels.shape[1], "width": WIDTH, "count": len(pixels), "dtype": "uint8"}
     place = {} if grid is None else {"transform": Affine(*grid), "crs": crs}
     with rasterio.open(path, "w", **kind, **place) as file:
         file.write(pixels)
@@ -140,6 +140,21 @@ def test_init_lists_all_pairs_that_lie_elsewhere(tmp_path: Path) -> None:
         name = line.partition(": its georeference is ")[0].rpartition("/")[2]
         number, kind = int(name[:4]), name[5:-4]
         assert str(tuple(np.add(grids[kind], (0, 0, 5300 * number, 0, 0, 0)).tolist())) in line
+
+
+def test_init_refuses_masks_that_were_cut_in_their_place(tmp_path: Path) -> None:
+    for number in range(5):
+        own = tuple(np.add(GRID, (0, 0, 5300 * number, 0, 0, 0)))
+        kept = pixels_of(number, 1, 3)[:, : HEIGHT - number % 2]
+        write(tmp_path / "d" / "images" / f"{number}.tif", pixels_of(number, 3, 255), own)
+        write(tmp_path / "d" / "masks" / f"{number}.tif", kept, own)
+    with pytest.raises(DataError) as caught:
+        proposed(tmp_path / "d", tmp_path / "made.yaml")
+    heading, *listed = str(caught.value).split("\n  ")
+    assert heading.startswith("2 of 5 masks do not lie on their image: ")
+    assert all(
+        f"masks/{number}.tif: the mask has 53x36 pixels" in line for number, line in zip("13", listed, strict=True)
+    )
 
 
 def test_a_pipe_or_a_damaged_file_is_left_to_its_reader(tmp_path: Path) -> None:
