@@ -228,6 +228,15 @@ def test_check_command_lists_all_findings_and_exits_3(root: Path, said: Said) ->
     assert "4 errors" in out
 
 
+def test_range_of_a_rare_class_fits_the_other_values() -> None:
+    """120 pixels of 60,000 widened it; 60 bright dots did not."""
+    pixels = PixelFormat((1,), "uint16", ((0.0, 60_000.0),))
+    background = [number % 200 for number in range(60_000)]
+    for number, expected in ((120, []), (60, ["warning"])):
+        samples = [np.array([*background, *[59_000] * number])[:, None]]
+        assert [severity for severity, _ in compare_ranges(samples, pixels)] == expected
+
+
 FITTING = {
     (-8, 7): [-9, 7] * 499 + [-8, 7],
     (0.1, 0.7): [0.1, 0.7] * 500,

@@ -320,7 +320,8 @@ def compare_ranges(samples: Sequence[Pixels], pixels: PixelFormat) -> list[tuple
     names = pixels.bands or (1, 2, 3)
     for band, (low, high) in enumerate(pixels.ranges if samples else ()):
         values = np.concatenate([each[np.isfinite(each[:, band]), band] for each in samples])
-        ends = np.percentile(values, (0, *PERCENTILES, 100)) if values.size else (low, low, high, high)
+        tail = min(PERCENTILES[0], 100 * _LEAST_PX / max(1, values.size))  # a rare class may widen the range
+        ends = np.percentile(values, (0, tail, 100 - tail, 100)) if values.size else (low, low, high, high)
         first, last = ends[1:3] if ends[1] < ends[2] else ends[::3]  # the extremes of a few bright dots on black
         clipped = np.count_nonzero((values < low) | (values > high)) / max(1, values.size)
         if clipped >= 0.5 or min(last, high) - max(first, low) < 0.02 * (high - low):
