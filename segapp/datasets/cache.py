@@ -44,7 +44,7 @@ RESERVE_BYTES = 2**30
 FREE_SHARE = 0.25
 """Share of the free memory that `data.cache: auto` fills: the training needs memory later, too, and other programs."""
 
-_FORMAT = 3
+_FORMAT = 4
 """Version of the records and of the readers' results; if it changes, every cache starts empty."""
 _ALIGN_BYTES = 64
 _FULL, _NUM_DAMAGED = 0, 1

@@ -70,7 +70,7 @@ def _read(path: Path, pixels: PixelFormat, max_pixels: int) -> tuple[Pixels, Tif
         check_pixels(path, tags.stored, pixels)
         is_large = tags.height_px * tags.width_px > max_pixels
         # Only the whole band shows if it is really alpha.
-        if pixels.bands is not None or (tags.is_read_in_windows and (is_large or not tags.has_alpha)):
+        if pixels.bands is not None or (tags.is_read_by_rasterio and (is_large or not tags.has_alpha)):
             return _read_tiff(path, tags, pixels, max_pixels), tags
     data = read_bytes(path) if data is None else data
     image = open_bytes(data, path, max_pixels)

@@ -31,6 +31,9 @@ _MAX_PAGES = 4096
 _KINDS = {1: "uint", 2: "int", 3: "float", 4: "uint", 5: "complex", 6: "complex"}
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
+_OF_GDAL = {34887, 34927, 50001, 50002, 52546}
+"""Compressions that OpenCV and Pillow may not decode: LERC, WebP, JPEG XL."""
+
 BLACK_IS_ZERO, RGB, CMYK, YCBCR = 1, 2, 5, 6
 """Values of the tag PhotometricInterpretation."""
 
@@ -46,6 +49,7 @@ class TiffTags:
     photometric: int  # meaning of the values, such as `RGB`
     orientation: int  # as in EXIF; 1: upright
     has_alpha: bool  # the last band is marked as alpha
+    compression: int = 1
     nodata: float | None = None  # value of pixels without data, which may be NaN; None if the file declares none
     # number in the file, from 1, of each full page: the first, and pages that are not smaller copies of it
     pages: tuple[int, ...] = (1,)
@@ -85,6 +89,13 @@ class TiffTags:
     def is_read_in_windows(self) -> bool:
         """True for an image that rasterio reads, the whole as well as a part, whatever asks for it."""
         return is_large(self.height_px, self.width_px) and self.can_be_read_in_windows
+
+    @property
+    def is_read_by_rasterio(self) -> bool:
+        """True for an image that is read in windows, and for a smaller one that other decoders may not read."""
+        are_plain_bands = self.photometric == BLACK_IS_ZERO and self.bands == 3
+        is_foreign = are_plain_bands or self.compression in _OF_GDAL
+        return self.is_read_in_windows or (is_foreign and self.can_be_read_in_windows)
 
 
 def is_large(height_px: int, width_px: int) -> bool:
@@ -166,6 +177,7 @@ def _as_tags(tags: Any) -> TiffTags:
         photometric=_values(tags, "PhotometricInterpretation", BLACK_IS_ZERO)[0],
         orientation=orientation if 1 <= orientation <= 8 else 1,
         has_alpha=_values(tags, "ExtraSamples", 0)[-1] in {1, 2},
+        compression=_values(tags, "Compression", 1)[0],
         nodata=parse_nodata(tags.valueof(NODATA_TAG), dtype),
     )
 

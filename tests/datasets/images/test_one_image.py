@@ -183,17 +183,19 @@ def test_every_reader_means_the_same_image(
     if structure in REFUSED:
         words = f"{role}.tif: " + ("the mask has several frames" if role == "mask" else "it holds")
         assert all(words in said for said in verdicts.values()), verdicts
-    elif (structure, role, large_px) == ("LERC", "mask", 10**9):
-        assert all("mask.tif: no readable image" in said for said in verdicts.values()), verdicts
     else:
         assert not any(verdicts.values()), verdicts
 
 
-def test_large_picture_has_one_decoder_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LERC, which OpenCV and Pillow do not decode: a cache may not refuse what windows read."""
+@pytest.mark.parametrize("large_px", [1, 10**9])
+@pytest.mark.parametrize("options", [{"compress": "lerc"}, {"compress": "webp"}, {"photometric": "minisblack"}])
+def test_picture_that_only_rasterio_decodes(
+    options: dict[str, str], large_px: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache may not refuse what windows read, and a small file not what a large one may be."""
     pixels = np.random.default_rng(3).integers(0, 256, (3, *SIZE), np.uint8)
-    gdal(tmp_path / "image.tif", pixels, compress="lerc", photometric="rgb")
-    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
+    gdal(tmp_path / "image.tif", pixels, **{"photometric": "rgb", "WEBP_LOSSLESS": True, **options})
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", large_px)
     np.testing.assert_array_equal(read_image(tmp_path / "image.tif"), np.moveaxis(pixels, 0, -1))
 
 
