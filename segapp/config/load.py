@@ -186,10 +186,10 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         return validate_config(merged, replace(locations, wrong_in_file=wrong_keys(raw)))
 
 
-def load_runnable(name: str | Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
+def load_runnable(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a config as `load_config` does, and check that the code that it names may run; see `check_known`."""
     config = load_config(name, overrides)
-    check_code(config, find_config(str(name)), overrides, is_stored=is_stored)
+    check_code(config, find_config(str(name)), overrides, is_stored=False)
     return config
 
 

@@ -11,7 +11,7 @@ from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.memory.gpus import visible_gpus
 from segapp.memory.plan import GpuSpec
-from segapp.run.words import size
+from segapp.run.words import plural, size
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,12 @@ def find_machine(gpus: Sequence[GpuSpec] | None) -> Machine:
     if gpus is not None:
         sizes = ", ".join(size(gpu.total_mib * 2**20) for gpu in gpus)
         option = " --gpus " + ",".join(f"{gpu.total_mib:.0f}MiB" for gpu in gpus)
-        return Machine(len(gpus), f"{count_of(len(gpus))} ({sizes}), as --gpus says", option)
+        return Machine(len(gpus), f"{plural(len(gpus), 'GPU')} ({sizes}), as --gpus says", option)
     seen = visible_gpus()
     note = f" ({seen.message})" if seen.cure else ""
     if seen.gpus:
-        return Machine(len(seen.gpus), f"the {count_of(len(seen.gpus))} of this machine{note}")
+        return Machine(len(seen.gpus), f"the {plural(len(seen.gpus), 'GPU')} of this machine{note}")
     return Machine(0, f"the CPU of this machine, which has no GPU{note}; segapp init --gpus 1x24GiB assumes one")
-
-
-def count_of(num_gpus: int) -> str:
-    """Return a number of GPUs as text."""
-    return f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
 
 
 def weights_problem(encoder: str) -> str | None:

@@ -19,8 +19,8 @@ from segapp.onboarding.content import MaskContent
 from segapp.onboarding.division import Division
 from segapp.onboarding.encoding import Classes
 from segapp.onboarding.fingerprint import Fingerprint
-from segapp.onboarding.machine import Machine, count_of
-from segapp.run.words import aligned, duration, printable
+from segapp.onboarding.machine import Machine
+from segapp.run.words import aligned, duration, plural, printable
 
 LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device
 MIN_KEPT = 0.98
@@ -136,7 +136,7 @@ def _lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
     yield from _model_lines(facts, found)
     yield from _loss_lines(found)
     batch = min(encoder.batch * max(1, num_gpus), max(1, num_train))
-    wanted = f"{encoder.batch} for each of {count_of(num_gpus)}" if num_gpus else f"{encoder.batch} on a CPU"
+    wanted = f"{encoder.batch} for each of {plural(num_gpus, 'GPU')}" if num_gpus else f"{encoder.batch} on a CPU"
     reason = wanted if batch == encoder.batch * max(1, num_gpus) else f"all images: {wanted} would be more"
     if num_gpus:
         reason += f"; the largest that fits: segapp plan --config FILE{facts.machine.plan_option}"
