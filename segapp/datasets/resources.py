@@ -134,7 +134,10 @@ class ThreadPool(ThreadPoolExecutor):
 
 
 def evenly_spread(items: Sequence[Item], most: int | None) -> Sequence[Item]:
-    return items if most is None else items[:: max(1, len(items) // max(most, 1))][:most]
+    """Return up to `most` items, evenly spread over the whole sequence; None: all of them."""
+    if most is None or len(items) <= most:
+        return items
+    return [items[number * len(items) // most] for number in range(most)]
 
 
 def side_by_side(

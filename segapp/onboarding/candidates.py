@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from segapp.datasets.files import ImagePair, check_same_size, shown
+from segapp.datasets.resources import evenly_spread
 from segapp.datasets.walk import composed, has_cure, left_out
 from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.onboarding.annotations import (
@@ -23,7 +24,7 @@ from segapp.onboarding.arrays import find_arrays
 from segapp.onboarding.class_files import published_layout
 from segapp.onboarding.conversion import UNUSABLE
 from segapp.onboarding.hypotheses import CLOSE, ODD_SIZES, find_layouts, probe
-from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, evenly, open_question
+from segapp.onboarding.layout import SURE, Layout, OpenQuestionError, open_question
 from segapp.onboarding.pieces import find_pieces, find_rle
 from segapp.onboarding.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.tree import Tree
@@ -136,7 +137,7 @@ def _nothing_known(tree: Tree, by_names: Sequence[Layout]) -> str:
 def _refuse_siblings(tree: Tree) -> None:
     """Raise DataError for annotations of a known kind that are not read."""
     for suffix, pattern, words in _SIBLINGS:
-        for path in evenly([path for path in (*tree.others, *tree.images) if path.endswith(suffix)], MAX_SHOWN):
+        for path in evenly_spread([path for path in (*tree.others, *tree.images) if path.endswith(suffix)], MAX_SHOWN):
             if re.search(pattern, os.fsencode(path) + b"\n" + tree.read(path, 2**16), re.MULTILINE):
                 raise DataError(f"{shown(tree.root / path)}: {words}", path=path)
 

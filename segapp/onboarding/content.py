@@ -23,9 +23,8 @@ from segapp.datasets.masks import (
     whole_ids,
     windowed_tags,
 )
-from segapp.datasets.resources import MASK_READERS, READERS, side_by_side
+from segapp.datasets.resources import MASK_READERS, READERS, evenly_spread, side_by_side
 from segapp.errors import DataError
-from segapp.onboarding.layout import evenly
 
 MAX_HEADERS, MAX_MASKS = 400, 2000
 MAX_MASK_PX = 400_000_000  # pixels of the masks that are read: all masks of a small data set, so every value is found
@@ -90,13 +89,13 @@ def read_contents(pairs: Sequence[ImagePair], *, as_rgb: bool = False) -> MaskCo
     Masks of ids are read as colors with `as_rgb`, or if some masks are color images. DataError is raised if no image
     can be read, or if only some of the masks have colors.
     """
-    found = side_by_side(_size, evenly(pairs, MAX_HEADERS), READERS)
+    found = side_by_side(_size, evenly_spread(pairs, MAX_HEADERS), READERS)
     sizes = [size for size in found if not isinstance(size, DataError)]
     if not sizes:
         raise DataError(f"none of {len(pairs)} images can be read, such as {_size(pairs[0])}")
     content = MaskContent(num_all=len(pairs), sizes_px=sizes)
     height, width = content.median_px
-    chosen = evenly(pairs, min(MAX_MASKS, max(20, MAX_MASK_PX // (height * width))))
+    chosen = evenly_spread(pairs, min(MAX_MASKS, max(20, MAX_MASK_PX // (height * width))))
     masks = [pair.mask for pair in chosen if pair.mask is not None]
     _count_all(content, masks, as_rgb=False)
     if content.values and (content.colors or as_rgb):

@@ -26,8 +26,9 @@ from segapp.datasets.files import open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.datasets.orientation import Header, fit_of_mask
+from segapp.datasets.resources import evenly_spread
 from segapp.errors import DataError
-from segapp.onboarding.layout import Layout, Pair, by_image, evenly
+from segapp.onboarding.layout import Layout, Pair, by_image
 from segapp.onboarding.tree import (
     SPLITS,
     SurveyedImage,
@@ -376,7 +377,7 @@ def _weighed(
         evidence.append(f"the other {len(unpaired)} images are not used")
     confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2)
     confidence *= _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
-    probed = [(probe(root / pair.image), probe(root / pair.mask)) for pair in evenly(pairs, _NUM_PROBED)]
+    probed = [(probe(root / pair.image), probe(root / pair.mask)) for pair in evenly_spread(pairs, _NUM_PROBED)]
     seen = [(image, mask) for image, mask in probed if image is not None and mask is not None]
     if not seen:
         confidence *= 0.3
@@ -404,7 +405,7 @@ def with_valid_areas(root: Path, chosen: Layout, found: Sequence[Layout]) -> Lay
     """Return a layout of mask files with the field of view of each image, if the masks of another layout are these."""
     for other in () if chosen.is_drawn else found:
         areas = {pair.image: pair.mask for pair in other.pairs if other is not chosen}
-        masks = [probe(root / pair.mask) for pair in evenly(other.pairs, _NUM_PROBED)]
+        masks = [probe(root / pair.mask) for pair in evenly_spread(other.pairs, _NUM_PROBED)]
         fields = [mask for mask in masks if mask is not None and mask.is_field]
         if len(fields) < max(3, len(masks)):
             continue

@@ -27,7 +27,7 @@ from segapp.datasets.images.windows import measure_pixels, measure_ranges, nodat
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.orientation import Turns
-from segapp.datasets.resources import READERS, side_by_side
+from segapp.datasets.resources import READERS, evenly_spread, side_by_side
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
 from segapp.memory.plan import GpuSpec
 from segapp.onboarding.candidates import MAX_SHOWN, choose, confirm, evidence_of, find_candidates
@@ -38,7 +38,7 @@ from segapp.onboarding.division import Division, divided
 from segapp.onboarding.encoding import MASKS, UNLABELLED, Classes, MaskChoices, read_classes
 from segapp.onboarding.fingerprint import measure
 from segapp.onboarding.hypotheses import with_valid_areas
-from segapp.onboarding.layout import Layout, Pair, evenly
+from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.machine import find_machine, time_step, weights_problem
 from segapp.onboarding.proposal import CPU_ENCODER, GPU_ENCODER, Facts, config_text, data_text
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
@@ -186,7 +186,7 @@ def _facts(
     content = read_contents([*train, *val], as_rgb=choices.masks == "colors" and not chosen.is_drawn)
     turns = Turns(choices.mask_orientation)
     with contextlib.suppress(DataError):  # reported when the pairs are read
-        check_pairs(evenly([*train, *val], MAX_HEADERS), turns=turns)
+        check_pairs(evenly_spread([*train, *val], MAX_HEADERS), turns=turns)
     format, keys = "list", {"list_dir": str(out.with_name(f"{out.stem}-lists"))}
     if mask_root != root:
         keys["mask_dir"] = os.path.relpath(mask_root, root)

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from segapp.errors import DataError
 
 _MAX_CORNER = 2**28  # OpenCV computes with integers of 32 bits
 
-Item = TypeVar("Item")
 Mask = NDArray[np.uint8]
 """Ids, (H, W)."""
 
@@ -125,11 +124,6 @@ class Layout:
     def files(self) -> frozenset[tuple[str, str]]:
         """Images and masks."""
         return frozenset((pair.image, pair.mask) for pair in self.pairs)
-
-
-def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
-    """Return up to `most` items, evenly spread."""
-    return items[:: max(1, -(-len(items) // most))]
 
 
 def by_image(pairs: Sequence[Pair]) -> tuple[Pair, ...]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import open_regular, read_header, shown
 from segapp.datasets.orientation import Size
+from segapp.datasets.resources import evenly_spread
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.content import UNREADABLE, stored_pixels
 from segapp.onboarding.conversion import (
@@ -39,7 +40,7 @@ from segapp.onboarding.conversion import (
 )
 from segapp.onboarding.fields import NO_NAMES, Field
 from segapp.onboarding.hypotheses import probe
-from segapp.onboarding.layout import DrawnMask, Layout, Mask, evenly
+from segapp.onboarding.layout import DrawnMask, Layout, Mask
 from segapp.onboarding.tree import (
     GLUE_WORDS,
     MASK_WORDS,
@@ -243,7 +244,7 @@ def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout
         return None
     if len({*classes.values()}) < len(classes) or len(classes) > max(2, len(by_image) * 2):
         return None
-    samples = evenly([own for own in by_image.values() if len(own) > 1], _NUM_DECODED)
+    samples = evenly_spread([own for own in by_image.values() if len(own) > 1], _NUM_DECODED)
     probes = [probe(tree.root / path) for own in samples for path in list(own.values())[:4]]
     if not probes or any(one is None or (one.num_values or 0) > 2 for one in probes):
         return None
@@ -389,7 +390,7 @@ def _conversions(
 
     samples: list[Sequence[Plane]] = []
     several = [image for image, rows in by_image.items() if len({name for name, runs in rows if runs}) > 1]
-    for image in evenly(several, _NUM_DECODED):
+    for image in evenly_spread(several, _NUM_DECODED):
         with contextlib.suppress(*UNUSABLE):  # reported when it is drawn
             samples.append([*planes("F", image, images.size_of(image)).values()])
     share = overlap_share(samples)
@@ -435,7 +436,7 @@ def _orders(images: Images, by_image: Mapping[str, Sequence[tuple[str, str]]], f
     longest = sorted(
         ((image, runs) for image, rows in by_image.items() for _, runs in rows if runs), key=lambda one: -len(one[1])
     )
-    for image, runs in evenly(longest, _NUM_DECODED):
+    for image, runs in evenly_spread(longest, _NUM_DECODED):
         with contextlib.suppress(*UNUSABLE):
             height, width = images.size_of(image)
             for order in borders if height != width else "":

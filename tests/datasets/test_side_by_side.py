@@ -12,7 +12,7 @@ import pytest
 
 from segapp.datasets import resources
 from segapp.datasets.files import ImagePair, check_pairs
-from segapp.datasets.resources import READERS, side_by_side
+from segapp.datasets.resources import READERS, evenly_spread, side_by_side
 from segapp.errors import DataError
 
 
@@ -78,3 +78,9 @@ def test_fast_items_take_no_thread_and_each_block_is_tried_again(monkeypatch: py
 
     assert list(side_by_side(note, range(2100), 3)) == [*range(2100)]
     assert {number for number, is_other in threads.items() if is_other} == {*range(1028, 2048)}
+
+
+def test_some_items_are_spread_over_the_whole_sequence() -> None:
+    """Between one and two times as many, which a whole step leaves at the end."""
+    assert evenly_spread(range(9), 6) == [0, 1, 3, 4, 6, 7]
+    assert [*evenly_spread("abc", 5)] == ["a", "b", "c"]
