@@ -199,6 +199,10 @@ class StorageError(RunError):
     topic: str | None = "disk-full"
 
 
+class DiskFullError(StorageError):
+    """The disk of the run folder, or the user's quota on it, is full."""
+
+
 def cannot_be_written(
     path: str | os.PathLike[str], error: Exception, advice: str = "choose another --out"
 ) -> StorageError:

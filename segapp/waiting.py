@@ -29,7 +29,8 @@ _texts: list[Callable[[], str]] = []
 def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[None]:
     """Print a line on stderr when the body has taken `first_s`, and then every 30 s, with the time so far.
 
-    Nothing is printed while the text is empty, or another `lines_while` runs within the body.
+    If `first_s` is less than 10, the second line comes 10 s later. Nothing is printed while the text is empty, or
+    another `lines_while` runs within the body.
     """
     is_over, began_s = threading.Event(), time.monotonic()
 
@@ -39,7 +40,7 @@ def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[N
             if _texts[-1:] == [text] and (line := text()):
                 with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed stream
                     print(f"{line} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr, flush=True)
-            wait_s = EVERY_S
+            wait_s = FIRST_S if wait_s < FIRST_S else EVERY_S
 
     _texts.append(text)
     thread = threading.Thread(target=say, name="lines", daemon=True)

@@ -176,7 +176,7 @@ def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path:
     )
     result = subprocess.run([sys.executable, "interrupted.py"], cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == f"importing {module}"
-    assert (result.returncode, result.stderr) == (130, "")
+    assert (result.returncode, result.stderr) == (130, "stopped by SIGINT\n")
     assert not (tmp_path / "run").exists()
 
 

@@ -114,6 +114,7 @@ def test_long_work_prints_lines_and_fast_work_none(
 ) -> None:
     assert (waiting.FIRST_S, waiting.EVERY_S) == (10, 30)
     monkeypatch.setattr(waiting, "EVERY_S", 0.3)
+    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
     done = iter(range(7, 99))
     with waiting.lines_while(lambda: f"reading {next(done)} of 99 masks", first_s=0.1):
         time.sleep(0.55)

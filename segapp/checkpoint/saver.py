@@ -8,6 +8,7 @@ best score from its checkpoint, so best.pt must not be older. A command, a stop 
 save that fails leaves the older checkpoints as they are, emits an alert, and is tried again with the present state.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from segapp.checkpoint.snapshot import snapshot
 from segapp.checkpoint.training_state import require_finite, save_checkpoint
-from segapp.errors import NonFiniteError, StorageError
+from segapp.errors import DiskFullError, NonFiniteError, StorageError
 from segapp.failpoints import failpoint
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointEntry, CheckpointFacts
@@ -34,6 +35,12 @@ RETRY_S = 30.0
 """Seconds until a failed save is tried again; the time doubles after each failure, up to `MAX_RETRY_S`."""
 
 MAX_RETRY_S = 600.0
+
+SPACE_S = 600.0
+"""Maximum time that the last save of a run waits for space on a full disk."""
+
+_SPACE_LOOK_S, _SPACE_LINE_S = 10.0, 60.0
+"""Seconds between two attempts in this time, and between two alerts."""
 
 _EXCHANGE_S = 5.0
 """Ranks that wait for the writer meet in a collective at least this often, so that none times out."""
@@ -95,10 +102,11 @@ class CheckpointSaver:
         capture: Callable[[], Captured],
         *,
         during_save: Callable[[], AbstractContextManager[None]] = nullcontext,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._folder, self._rules, self._capture = folder, rules, capture
         self._event_log, self._ranks = event_log, ranks
-        self._during_save = during_save
+        self._during_save, self._is_stopped = during_save, is_stopped
         self._begun: Position | None = None
         """The position of the last save that began and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
@@ -116,6 +124,9 @@ class CheckpointSaver:
         self._written_since_s: float | None = None
         self._problem: Exception | None = None
         self._has_warned_of_grace = False
+        self._waits_until_s: float | None = None
+        """When the last save stops waiting for space; None: it does not wait."""
+        self._space_line_s = -math.inf
 
     def is_due(self, step: int, finished_epoch: int | None = None) -> bool:
         """Return True if a save is due after this step, which may have ended an epoch; the same on every rank."""
@@ -185,17 +196,33 @@ class CheckpointSaver:
             if is_last or failpoint("ckpt.background") == "sync":
                 self.wait()
 
-    def finish(self, position: Position, *, is_required: bool) -> None:
+    def finish(self, position: Position, *, is_required: bool, waits_for_space: bool = False) -> None:
         """Wait for the writer, and save the state at `position` if it is not saved yet; every rank must call it.
+
+        With `waits_for_space`, a full disk is tried again for at most `SPACE_S`, until a stop is requested.
 
         Raises:
             StorageError: `is_required`, and it could not be written; otherwise an alert is emitted.
             NonFiniteError: `is_required`, and a weight is not finite.
         """
-        if not (self.wait() and self._begun == position):
+        if self.wait() and self._begun == position:
+            return
+        self._waits_until_s = time.monotonic() + SPACE_S if waits_for_space else None
+        while True:
             self.begin(is_last=True)
-            if not self.wait() and is_required and self._problem is not None:
-                raise self._problem
+            if self.wait():
+                return
+            if not self._ranks.from_main(self._waits_for_space()) or self._ranks.any_of(self._is_stopped())[0]:
+                break
+            again_s = time.monotonic() + _SPACE_LOOK_S
+            while time.monotonic() < again_s and not self._is_stopped():
+                time.sleep(0.1)
+        if is_required and self._problem is not None:
+            raise self._problem
+
+    def _waits_for_space(self) -> bool:
+        is_full = isinstance(self._problem, DiskFullError) and self._waits_until_s is not None
+        return is_full and time.monotonic() < (self._waits_until_s or 0.0) and not self._is_stopped()
 
     def wait(self) -> bool:
         """Wait for the writer; return True if the last save that was begun is committed. Every rank must call it."""
@@ -284,9 +311,14 @@ class CheckpointSaver:
             self._retry_s = RETRY_S
         except Exception as error:
             self._problem = error
-            if isinstance(error, StorageError):
+            if self._waits_until_s is not None and self._waits_for_space():
+                if began_s - self._space_line_s < _SPACE_LINE_S:
+                    return
+                self._space_line_s, left_s = began_s, max(0.0, self._waits_until_s - began_s)
+                again = f"; the run has ended, and its last save waits for space, for at most {left_s:.0f} s"
+            elif isinstance(error, StorageError):
                 self._retry_at_s = time.monotonic() + self._retry_s
-                again = f"; training continues, the older checkpoints stay, tried again in {self._retry_s:g} s"
+                again = f"; the older checkpoints stay, tried again in {self._retry_s:g} s"
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             else:
                 again = f" (unexpected {type(error).__name__})"

@@ -8,18 +8,20 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch.distributed import run as torchrun
 
+from segapp.config import load_config
 from segapp.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DistributedError,
     NonFiniteError,
     OutOfMemoryError,
     RunBusyError,
@@ -28,11 +30,14 @@ from segapp.errors import (
 )
 from segapp.memory.gpus import visible_gpus
 from segapp.parallel.agent import run_job
+from segapp.parallel.agreement import AGREED_VARIABLE, MachineFacts
 from segapp.parallel.launch import launch_local
+from segapp.parallel.meeting import interface_addresses, local_address
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.files import open_new, remove_quietly, storage_errors_of, temporary_name
 from segapp.run.folder import RunFolder
 from segapp.run.state import read_tail
+from segapp.session.machine_facts import facts_of
 from segapp.session.request import plan_request
 from segapp.training.recovery import fallbacks_after
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
@@ -42,6 +47,8 @@ SECRET_VARIABLE = "SEGAPP_LAUNCH_SECRET"
 """The secret that the machines of a job share."""
 _SHORTEST_SECRET = 16
 """Characters."""
+_FINISH_S = 60.0
+"""Maximum time until the end of a run is seen in its folder, which may be on a network file system."""
 FINAL = {0, EXIT_STOPPED_AND_SAVED, 130, 143, *(error.exit_code for error in _ERRORS)}
 """Exit codes after which a restart would end in the same way, or that a person requested."""
 
@@ -82,7 +89,7 @@ def launch(request: LaunchRequest) -> int:
         f"the ranks trust everyone who can reach {request.rdzv_endpoint} and the ports of this machine: use a private "
         "network (segapp docs several-machines)"
     )
-    address = request.local_addr or own_address(request.rdzv_endpoint)
+    address = own_address(request.rdzv_endpoint, request.local_addr)
     words = ["--nnodes", request.nnodes, "--nproc-per-node", request.nproc_per_node, *request.others]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", request.rdzv_endpoint]
     words += ["--rdzv-id", request.rdzv_id or request.run.name, "--local-addr", address, "-m", "--", "segapp"]
@@ -90,9 +97,10 @@ def launch(request: LaunchRequest) -> int:
     if options.nproc_per_node.isdecimal():
         share = (os.cpu_count() or 1) // int(options.nproc_per_node)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):  # by default gloo uses the interface of the host name
+    for name, addresses in interface_addresses().items():
+        if address in addresses:  # by default gloo uses the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ[AGREED_VARIABLE] = "1"
     os.environ["SEGAPP_PARENT_PID"] = str(os.getpid())  # the ranks end with this process
     logging.disable(logging.ERROR)  # the ranks print their errors themselves
     return run_job(options, shared_secret(request), policy, shutdown_s=grace_s)
@@ -168,22 +176,21 @@ def _secret_in(path: Path) -> str:
         return file.read(2**12).strip()
 
 
-def own_address(endpoint: str) -> str:
-    """Return the address of this machine from which packets to the endpoint would be sent; nothing is sent.
+def own_address(endpoint: str, wanted: str | None = None) -> str:
+    """Return the address by which the others reach this machine; `wanted` is an interface, a name or an address.
 
     Raises:
-        ConfigError: the endpoint is not HOST:PORT, or its host name is unknown.
+        ConfigError: the endpoint is not HOST:PORT, its host name is unknown, or the address does not follow from it.
     """
     host, _, port = endpoint.rpartition(":")
-    try:
-        (family, kind, *_, target), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
+    if not host or not port.isdecimal():
         raise ConfigError(
-            f"--rdzv-endpoint {endpoint}: {error}: use HOST:PORT with a name or address that every machine can reach"
-        ).see("several-machines") from None
+            f"--rdzv-endpoint {endpoint}: use HOST:PORT with a name or address that every machine can reach"
+        ).see("several-machines")
+    try:
+        return local_address(host.strip("[]"), int(port), wanted)
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-endpoint {endpoint}: {error}").see("several-machines") from None
 
 
 def _grace_s(request: LaunchRequest) -> float:
@@ -240,6 +247,25 @@ class RunPolicy:
     def __init__(self, request: LaunchRequest) -> None:
         self._request = request
         self._num_rounds, self._num_vain, self._before = 0, 0, Course()
+        self._facts: MachineFacts | None = None
+
+    def facts(self) -> MachineFacts:
+        """Return the facts that this machine brings to the job, by the config as the user has given it.
+
+        A run that has begun changes that config, such as a batch size of auto, and machines may join later.
+        """
+        if self._facts is None:
+            request = self._request
+            try:
+                config = (
+                    load_config(request.config, request.overrides)
+                    if request.config is not None
+                    else plan_request(None, request.overrides, request.run, request.resume or "auto").config
+                )
+                self._facts = facts_of(config)
+            except SegappError as error:
+                self._facts = MachineFacts(socket.gethostname(), problem=(error.exit_code, str(error)))
+        return self._facts
 
     def begin_round(self) -> Sequence[str]:
         """Return the command of the ranks, which continue the run if it has begun."""
@@ -248,11 +274,14 @@ class RunPolicy:
         resume = self._request.resume if self._before.step is None else None
         return ["-u", "-m", "segapp", "train", *self._request.words, "--resume", resume or "auto"]
 
-    def code_of_job(self, code: int, *, regroups: bool) -> int | None:
-        """Return the exit code of the run if it has ended; None if it starts again."""
+    def code_of_job(self, code: int, *, regroups: bool, is_cause: bool = False) -> int | None:
+        """Return the exit code of the run if it has ended; None if it starts again.
+
+        Unless the code belongs to the first error, the one in the run's end counts.
+        """
         now = read_course(self._request.run)
         end = now.end if now.end != self._before.end else None
-        if end is not None and end.get("exit_code") is not None:
+        if end is not None and end.get("exit_code") is not None and not is_cause:
             code = int(end["exit_code"])
         if regroups and code in (EXIT_STOPPED_AND_SAVED, 143) and (end or {}).get("stopped_by") != "command":
             return None
@@ -265,6 +294,17 @@ class RunPolicy:
         where = "from the start" if now.step is None else f"from step {now.step}"
         _say(f"exit code {code}: the ranks start again {where}")
         return None
+
+    def code_of_success(self) -> int:
+        """Return 0 once the folder of the run says that it has finished; otherwise the code of DistributedError."""
+        deadline_s = time.monotonic() + _FINISH_S
+        while (read_course(self._request.run).end or {}).get("status") != "finished":
+            if time.monotonic() > deadline_s:
+                code = DistributedError.exit_code
+                _say(f"error: all ranks ended with 0, but {self._request.run} does not say that the run has finished")
+                return code
+            time.sleep(0.2)
+        return 0
 
     def code_after_signal(self, number: int) -> int:
         """Return the exit code of a run if a signal ended it before a rank could save."""

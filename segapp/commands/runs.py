@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from segapp.errors import CheckpointError, CommandError, ConfigError, RunError
+from segapp.errors import CheckpointError, CommandError, ConfigError, DistributedError, RunError
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.commands import Command, SetCommand, format_command, parse_command, send_command
 from segapp.run.events import CommandAnswer, EventReader
@@ -172,7 +172,7 @@ def requeue_code(events: Sequence[Mapping[str, Any]], code: int, saved_step: int
     """Return the exit code for a scheduler, and the reason for it.
 
     75: a signal stopped the training, and it has a checkpoint to resume from, so the job should start again. 0: it has
-        finished, or a person or a program stopped it. Any other code is the exit code of a failure.
+        finished, as its events say, or a person or a program stopped it. Any other code belongs to a failure.
 
     Args:
         events: the last `run_start` and `run_end` events of the run.
@@ -180,6 +180,10 @@ def requeue_code(events: Sequence[Mapping[str, Any]], code: int, saved_step: int
         saved_step: step of the newest checkpoint.
     """
     last = events[-1] if events else {}
+    if code == 0 and last.get("exit_code") != 0:
+        code = int(last.get("exit_code") or DistributedError.exit_code)
+        if code != EXIT_STOPPED_AND_SAVED:  # torchrun's 0 may stand for it
+            return code, "the launcher ended with 0, but the events of the run do not say that it has finished"
     if code != EXIT_STOPPED_AND_SAVED:
         return code, str(last.get("reason") or "the training did not stop with a checkpoint")
     if last.get("type") == "run_start":  # a stop by command writes an end; a kill after the grace time does not

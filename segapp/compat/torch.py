@@ -1,10 +1,13 @@
 """Private names of torch, as of torch 2.11 and 2.15, and of the multiprocessing events that its loader uses."""
 
 import os
+import socket
+import struct
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr as next_sequence_number
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.fx.experimental import _config as _symbolic_shapes
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
@@ -137,6 +141,72 @@ def group_store() -> Any:
 def rendezvous_store(handler: Any) -> Any:
     """Return the store in which torchrun's agents meet in all rounds; None if the handler has none yet."""
     return getattr(handler, "_store", None)
+
+
+class _StateByArrival(dynamic_rendezvous._BackendRendezvousStateHolder):
+    """The state of a rendezvous, whose times are judged by this process's clock.
+
+    Agents write their heartbeats, and the deadline for further machines, with their own clocks. Here a heartbeat counts
+    from its arrival, and the deadline of a round from its first sight.
+    """
+
+    def __init__(self, backend: Any, settings: Any, node: Any) -> None:
+        super().__init__(backend, settings)
+        self._node, self._last_call = node, settings.timeout.last_call
+        self._arrivals = dict[Any, tuple[datetime, float]]()
+        self._deadline: tuple[int, float] | None = None
+
+    def _sanitize(self) -> None:
+        state, now, now_s = self._state, datetime.now(UTC), time.monotonic()
+        sent = dict(state.last_heartbeats)
+        known = self._arrivals
+        self._arrivals = {
+            node: known[node] if known.get(node, (None,))[0] == beat else (beat, now_s) for node, beat in sent.items()
+        }
+        for node, (_, arrival_s) in self._arrivals.items():
+            state.last_heartbeats[node] = now - timedelta(seconds=now_s - arrival_s)
+        if state.deadline is None:
+            self._deadline = None
+        else:
+            if self._deadline is None or self._deadline[0] != state.round:
+                self._deadline = state.round, now_s + self._last_call.total_seconds()
+            state.deadline = now + timedelta(seconds=self._deadline[1] - now_s)
+        super()._sanitize()
+        # The others compare what they read with what they read before: a heartbeat that is written back must be equal.
+        for node in state.last_heartbeats.keys() - {self._node}:
+            state.last_heartbeats[node] = sent[node]
+
+
+def rendezvous_handler(store: Any, backend: Any, parameters: Any) -> Any:
+    """Return a handler through which torchrun's agents meet, whose machines may have different clocks."""
+    handler: Any = dynamic_rendezvous.create_handler(store, backend, parameters)
+    node = handler._this_node
+    handler._state_holder = _StateByArrival(backend, handler.settings, node)
+    handler._op_executor = type(handler._op_executor)(node, handler._state_holder, handler.settings)
+    return handler
+
+
+def rendezvous_members(handler: Any) -> list[str]:
+    """Return the addresses of the machines that have come to the present round of a rendezvous."""
+    return sorted(node.addr for node in handler._state_holder.state.participants)
+
+
+def rendezvous_round(handler: Any) -> int:
+    """Return the number of torch's own rounds of a rendezvous."""
+    return int(handler._state_holder.state.round)
+
+
+def is_tcp_store(connection: socket.socket) -> bool:
+    """Return True if a `TCPStore` answers, within the connection's timeout, the question for its number of keys.
+
+    Its constructor waits without a limit for what accepts connections and does not answer.
+    """
+    validate, magic, num_keys = 0, 0x3C85F7CE, 7
+    try:
+        connection.sendall(struct.pack("=BIB", validate, magic, num_keys))
+        return len(connection.recv(9)) == 8
+    except OSError:
+        return False
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,26 +1,29 @@
 """The agent of one of several machines: torch's elastic agent, with a policy that ends or restarts ranks by exit codes.
 
-Agents meet in rounds. When a rank has ended, the agents either stop their ranks, meet again and start the next round,
-or end the job: the first agent that knows the job's exit code writes it to the store of the rendezvous, and all agents
-return that code.
+Agents meet in rounds. In the first one they compare what their machines bring to the job (`agreement`), and keep it in
+the store of the rendezvous, with which a machine that comes later is compared before it joins. When a rank has ended,
+the agents either stop their ranks, meet again and start the next round, or end the job: the first agent that knows the
+job's exit code writes it to the store, and all agents return that code. The first error of a rank that no lost peer has
+caused is the cause of a round's end; all agents print it.
 
 Everyone who can reach the store can write to it, and torch unpickles the state of the rendezvous. So the agents sign
-that state with a secret that they share.
+that state, and every value by which they decide, with a secret that they share.
 """
 
 import contextlib
 import hmac
+import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cache
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch.distributed import run
 from torch.distributed.distributed_c10d import PrefixStore
@@ -34,12 +37,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, create_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from segapp.compat.torch import rendezvous_store
-from segapp.parallel.launch import LIMIT_S, PeerWatch, peer_limit_s
+from segapp.compat.torch import rendezvous_handler, rendezvous_members, rendezvous_round, rendezvous_store
+from segapp.parallel.agreement import Agreement, MachineFacts, compare
+from segapp.parallel.launch import LIMIT_S, PeerWatch, RankError, first_error, peer_limit_s
+from segapp.parallel.meeting import MeetingError, is_here, joined_store, listening_address, probe
 from segapp.waiting import lines_while
 
 LOST = 8
@@ -51,6 +56,14 @@ _LOOK_S = 1.0
 """Seconds between reads of the store."""
 _JOIN_S = 600.0
 """Maximum time to wait for the machine that holds the rendezvous."""
+_MOMENTS_S = 2.0
+"""Seconds in which agents that wait for others can read that the job has ended."""
+_LOST_VARIABLE = "SEGAPP_LOST_SINCE_S"
+"""When this machine lost the rendezvous, for the command that it starts again."""
+_CAUSE_S = 3.0
+"""Maximum time to wait for the error of another machine's rank after a rank here has lost a peer."""
+_ANSWER_S = 60.0
+"""Maximum time in which the machines of a meeting tell each other what they bring."""
 _STORE_ERRORS = (RuntimeError, ValueError, TimeoutError, RendezvousError)
 
 
@@ -65,52 +78,117 @@ class JobEndedError(Exception):
 class Policy(Protocol):
     """What the ranks of a round run, and what follows after the end of one."""
 
+    def facts(self) -> MachineFacts:
+        """Return the facts that this machine brings to the job."""
+
     def begin_round(self) -> Sequence[str]:
         """Return Python's arguments for the ranks of the next round."""
 
-    def code_of_job(self, code: int, *, regroups: bool) -> int | None:
+    def code_of_job(self, code: int, *, regroups: bool, is_cause: bool) -> int | None:
         """Return the exit code of the job after one of its ranks has ended with `code`; None: another round follows.
 
         `regroups`: an agent has stopped its ranks for another round, for example because a machine wants to join.
+        `is_cause`: the code belongs to the first error, which the end of the run may not know.
         """
+
+    def code_of_success(self) -> int:
+        """Return 0 if the run has finished, as its folder says, and the code of a lost job if not."""
 
     def code_after_signal(self, number: int) -> int:
         """Return the exit code of the job if a signal has stopped it before a rank could save."""
 
 
+class SignedStore:
+    """The values by which agents decide, each signed (HMAC-SHA256) over the job, its key and the value.
+
+    A value without a valid signature counts as absent. It is reported once, and its writer replaces it.
+    """
+
+    def __init__(self, store: Any, job: str, secret: bytes) -> None:
+        self.store = PrefixStore(f"segapp/{job}", store)
+        self._job, self._secret = job, secret
+
+    def get(self, key: str) -> str | None:
+        """Return the value of a key; None if there is none."""
+        return self._verified(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def set(self, key: str, value: str) -> None:
+        """Set the value of a key that only this process writes."""
+        self.store.set(key, self._signed(key, value))
+
+    def first(self, key: str, value: str) -> str:
+        """Set a value unless the key has one; return the one that it has."""
+        own = self._signed(key, value)
+        while (now := self.store.compare_set(key, "", own)) != own.encode():
+            if (valid := self._verified(key, now)) is not None:
+                return valid
+            self.store.delete_key(key)
+        return value
+
+    def _signed(self, key: str, value: str) -> str:
+        text = "\0".join((self._job, key, value))
+        return f"{hmac.digest(self._secret, text.encode(), 'sha256').hex()} {value}"
+
+    def _verified(self, key: str, signed: bytes) -> str | None:
+        value = signed.decode(errors="replace").partition(" ")[2]
+        if hmac.compare_digest(signed, self._signed(key, value).encode()):
+            return value
+        _report_forged(self._job, key)
+        return None
+
+
+@cache
+def _report_forged(job: str, key: str) -> None:
+    line = f"{key} of the job {job} was written without its secret, and is ignored: others can reach the rendezvous"
+    print(f"error: {line}", file=sys.stderr, flush=True)
+
+
 class Agent(LocalElasticAgent):
-    """The agent of this machine: `spec` has its ranks, and how they meet the others."""
+    """The agent of this machine: `spec` has its ranks, and how they meet the others.
+
+    Args:
+        endpoint: host and port of the rendezvous.
+        shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
+        waiting: what a line about a long wait begins with.
+        join_s: maximum time to wait for a rendezvous that no longer answers.
+    """
 
     def __init__(
         self,
         spec: WorkerSpec,
         logs_specs: Any,
         policy: Policy,
+        secret: bytes,
         endpoint: tuple[str, int],
-        shutdown_s: float,
-        waiting: str,
+        *,
+        shutdown_s: float = 30.0,
+        waiting: str = "",
+        join_s: float = _JOIN_S,
     ) -> None:
         super().__init__(spec, logs_specs)
-        self._policy, self._endpoint, self._waiting = policy, endpoint, waiting
-        self._shutdown_timeout = int(shutdown_s)
+        self._policy, self._secret, self._endpoint, self._waiting = policy, secret, endpoint, waiting
+        self._shutdown_timeout, self._join_s = int(shutdown_s), join_s
         handler: Any = spec.rdzv_handler
         self._handler, self._num_waiting = handler, handler.num_nodes_waiting
         handler.num_nodes_waiting = lambda: self._ask(self._num_waiting) or 0  # without a store the ranks continue
-        self._job: Any = None  # the store of all rounds; None if it no longer answers
+        self._job: SignedStore | None = None  # of all rounds; None if it no longer answers
         if (store := rendezvous_store(handler)) is not None:
-            self._job = PrefixStore(f"segapp/{handler.get_run_id()}", store)
+            self._job = SignedStore(store, handler.get_run_id(), secret)
         self._round = -1
         self._pids: list[int] = []
         self._code: int | None = None  # exit code of the first rank that ended here
+        self._cause: RankError | None = None  # of the end of this round
+        self._is_over = self._is_lost = self._is_meeting = False
         self._signal: int | None = None
         self._last_look_s, self._job_end_s = 0.0, 0.0
         self._watch: PeerWatch | None = None
 
     def carry_out(self) -> int:
         """Run the job to its end and return its exit code: the same on every machine that can still read it."""
-        threading.Thread(target=self._end_without_store, args=self._endpoint, daemon=True).start()
+        threading.Thread(target=self._follow_endpoint, name="endpoint", daemon=True).start()
         code = 0
         try:
+            self._compare_with_job()
             self.run()  # returns if this machine was one too many, and the job has ended without it
         except JobEndedError as end:
             code = self._end_job(end.code)
@@ -119,18 +197,20 @@ class Agent(LocalElasticAgent):
         except RendezvousTimeoutError:
             code = self._fail("too few machines came to the rendezvous")
         except RendezvousConnectionError:
-            code = self._fail("the rendezvous does not answer any more")
+            self._wait_for_endpoint()
         except RendezvousStateError as error:
             code = self._fail(str(error))
         if self._signal is None and code not in (self._code, 0, 75):
             print(f"this machine ends with exit code {code}, as the others do", file=sys.stderr, flush=True)
         self._wait_for_agents()
-        return code
+        return self._policy.code_of_success() if code == 0 else code
 
     def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: pass it on to the ranks, which save and end; if there are none, end the job."""
         if number != signal.SIGUSR1:
             self._signal = number
+            if self._is_lost:
+                os._exit(self._policy.code_after_signal(number))
             if not any(map(_is_running, self._pids)):
                 if self._round < 0:
                     self._job = None  # the others do not need a machine that has not begun
@@ -139,16 +219,95 @@ class Agent(LocalElasticAgent):
             os.kill(pid, number)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other agents and agree on the number of the round, which a joining machine does not know."""
+        """Meet the other agents; compare what they bring, and agree on the number of the round.
+
+        A joining machine does not know that number. Raise JobEndedError if the machines disagree.
+        """
         self._end_watch()
-        with lines_while(lambda: self._waiting, 1.0):
-            super()._rendezvous(worker_group)
+        self._is_meeting = True
+        with lines_while(self._waiting_line, 1.0):
+            while True:
+                try:
+                    super()._rendezvous(worker_group)
+                    break
+                except KeyError:  # the others began without this machine, which was silent: it joins their next round
+                    continue
+        settings, number = self._handler.settings, worker_group.group_rank or 0
+        num_machines = worker_group.group_world_size or 0
+        if not settings.min_nodes <= num_machines <= settings.max_nodes or number >= num_machines:
+            raise RendezvousStateError(
+                f"the meeting ended with {num_machines} machines, of which this is number {number}, instead of "
+                f"{settings.min_nodes} to {settings.max_nodes} machines: start the job again"
+            )
         store: Any = worker_group.store
-        store.set(f"round/{worker_group.group_rank}", str(self._round + 1))
-        rounds = store.multi_get([f"round/{i}" for i in range(worker_group.group_world_size or 1)])
-        self._round = max(map(int, rounds))
-        self._job = PrefixStore(f"segapp/{self._handler.get_run_id()}", store.underlying_store)
+        self._job = SignedStore(store.underlying_store, self._handler.get_run_id(), self._secret)
+        if worker_group.spec.master_port:  # torch has chosen a free one
+            worker_group.master_port = worker_group.spec.master_port  # type: ignore[assignment]
+        try:
+            told = self._sent_by_all(self._job, number, num_machines)
+            self._agree(self._job, [facts for _, facts in told], number)
+        except RendezvousStateError:
+            raise
+        except _STORE_ERRORS as error:
+            raise RendezvousConnectionError(str(error)) from error
+        self._is_meeting = False
+        os.environ.pop(_LOST_VARIABLE, None)
+        self._round, self._cause = max(num_round for num_round, _ in told), None
         worker_group.spec.max_restarts = self._round + self._remaining_restarts  # torch passes on the difference
+
+    def _waiting_line(self) -> str:
+        members = rendezvous_members(self._handler)
+        return f"{self._waiting}; there so far: {', '.join(members) or 'none'}"
+
+    def _sent_by_all(self, job: SignedStore, number: int, num_machines: int) -> list[tuple[int, MachineFacts]]:
+        """Return the number of the round and the facts that each machine of a meeting has."""
+        place = f"here/{rendezvous_round(self._handler)}"
+        own, deadline_s = json.dumps([self._round + 1, self._policy.facts().as_json()]), time.monotonic() + _ANSWER_S
+        while True:
+            if job.get(f"{place}/{number}") is None:
+                job.set(f"{place}/{number}", own)
+            told = [job.get(f"{place}/{i}") for i in range(num_machines)]
+            if None not in told:
+                break
+            if time.monotonic() > deadline_s:
+                raise RendezvousStateError(
+                    f"machine {told.index(None)} of the meeting has said nothing, or not with the secret of this job"
+                )
+            time.sleep(0.1)
+        return [
+            (int(num_round), MachineFacts.from_json(facts)) for num_round, facts in map(json.loads, filter(None, told))
+        ]
+
+    def _agree(self, job: SignedStore, machines: Sequence[MachineFacts], number: int) -> None:
+        """Raise JobEndedError if the machines of the job's first meeting disagree; record what they agree on."""
+        if job.get("record") is not None:
+            self._compare_with_job()
+            return
+        agreement = compare(machines)
+        self._print(agreement)
+        if agreement.code:
+            self._code = agreement.code
+            raise JobEndedError(agreement.code)
+        if number == 0:
+            job.first("record", machines[0].as_json())
+
+    def _compare_with_job(self) -> None:
+        """End this machine, but not the job, if it brings something else than the machines of the first meeting."""
+        job = self._job
+        record: str | None = self._ask(lambda: None if job is None else job.get("record"))
+        if record is None:
+            return
+        agreement = compare([MachineFacts.from_json(record), self._policy.facts()])
+        self._print(agreement)
+        if agreement.code:
+            self._job, self._code = None, agreement.code  # the others continue
+            raise JobEndedError(agreement.code)
+
+    def _print(self, agreement: Agreement) -> None:
+        if agreement.note:
+            print(f"note: {agreement.note}", file=sys.stderr, flush=True)
+        if agreement.code:
+            print(f"error: {agreement.reason}", file=sys.stderr, flush=True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         worker_group.spec.args = ("-P", *self._policy.begin_round())
@@ -166,10 +325,10 @@ class Agent(LocalElasticAgent):
         names = {f"alive/{self._round}/{i}": f"machine {i}" for i in range(worker_group.group_world_size or 1)}
         key, limit_s = f"alive/{self._round}/{worker_group.group_rank}", peer_limit_s()
         del names[key]
-        if names and limit_s:
+        if names and limit_s and self._job is not None:
             limit_s += _PATIENCE_S  # ranks that watch themselves end earlier, and report it
             with contextlib.suppress(*_STORE_ERRORS):
-                store = self._job.clone()
+                store = self._job.store.clone()
                 self._watch = PeerWatch(store, key, names, self._end_ranks, limit_s=limit_s, needs_store=False)
 
     def _end_ranks(self, reason: str) -> None:
@@ -186,12 +345,13 @@ class Agent(LocalElasticAgent):
         """Stop the ranks for another round, after the time that they need to save."""
         if self._code is None:
             print("other machines join or start again: the ranks of this one follow", file=sys.stderr, flush=True)
-        self._ask(lambda: self._job.set(f"regroups/{self._round}", "1"))
+        self._ask(lambda: self._job and self._job.first(f"regroups/{self._round}", "1"))
         self._shutdown(timeout=self._shutdown_timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY:
+            self._look_for_cause()
             self._look_for_end()
         elif result.state == WorkerState.SUCCEEDED:
             raise JobEndedError(0)
@@ -204,18 +364,43 @@ class Agent(LocalElasticAgent):
     def _end_or_restart(self, rank: int, exitcode: int) -> None:
         """Raise JobEndedError unless another round follows after the end of a rank."""
         self._code = code = 128 - exitcode if exitcode < 0 else exitcode
-        if exitcode < 0 and self._signal is None:
-            name = signal.Signals(-exitcode).name
-            print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
+        was_killed = exitcode < 0 and self._signal is None
+        name = f"rank {rank} was ended by {signal.Signals(-exitcode).name}" if was_killed else ""
+        if was_killed:
+            print(f"error: {name}; the others were stopped", file=sys.stderr, flush=True)
+        self._look_for_cause(RankError(code, name) if was_killed else None)
+        deadline_s = time.monotonic() + _CAUSE_S
+        while code == LOST and self._cause is None and self._job is not None and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            self._look_for_cause()
         job_code = self._read_job_code()
         if job_code is None and self._signal is not None:
             is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
             job_code = self._policy.code_after_signal(self._signal) if is_unsaved else code
         elif job_code is None:
-            regroups = self._ask(lambda: self._job.check([f"regroups/{self._round}"]))
-            job_code = self._policy.code_of_job(code, regroups=bool(regroups))
+            regroups = self._ask(lambda: self._job and self._job.get(f"regroups/{self._round}"))
+            is_cause = self._cause is not None
+            code = code if self._cause is None else self._cause.code
+            job_code = self._policy.code_of_job(code, regroups=bool(regroups), is_cause=is_cause)
         if job_code is not None:
             raise JobEndedError(job_code)
+
+    def _look_for_cause(self, error: RankError | None = None) -> None:
+        """Find the first error of the round, of a rank here or on another machine, and print it.
+
+        `error` belongs to a rank here that could not write it.
+        """
+        if self._cause is not None:
+            return
+        ranks: Any = self._pcontext
+        found, key = first_error(ranks.error_files.values()) or error, f"cause/{self._round}"
+        facts = self._policy.facts()
+        told: str | None = self._ask(
+            lambda: self._job and (self._job.first(key, found.sent_by(facts.machine)) if found else self._job.get(key))
+        )
+        if told is not None:
+            machine, self._cause = RankError.from_sent(told)
+            print(f"the first error was on {machine}: {self._cause.message}", file=sys.stderr, flush=True)
 
     def _look_for_end(self) -> None:
         """Raise JobEndedError some seconds after another agent has ended the job: the ranks may end on their own."""
@@ -231,14 +416,14 @@ class Agent(LocalElasticAgent):
 
     def _read_job_code(self) -> int | None:
         """Return the exit code of the job if an agent has ended it."""
-        code: int | None = self._ask(lambda: int(self._job.get("code")) if self._job.check(["code"]) else None)
-        return code
+        code: str | None = self._ask(lambda: self._job and self._job.get("code"))
+        return None if code is None else int(code)
 
     def _end_job(self, code: int) -> int:
         """End the job with an exit code, or with the one that another agent wrote first; return it."""
-        agreed: int | None = self._ask(lambda: int(self._job.compare_set("code", "", str(code))))
+        agreed: str | None = self._ask(lambda: self._job and self._job.first("code", str(code)))
         self._ask(self._handler.set_closed)  # no machine waits for another round
-        return code if agreed is None else agreed
+        return code if agreed is None else int(agreed)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Return the answer of the store; None if it does not answer."""
@@ -250,11 +435,13 @@ class Agent(LocalElasticAgent):
 
     def _wait_for_agents(self) -> None:
         """Wait until the other agents know the exit code, because the store ends with the agent that holds it."""
+        self._is_over = True
         self._end_watch()
-        deadline_s = time.monotonic() + _PATIENCE_S + self._shutdown_timeout
-        self._ask(lambda: self._job.add("ended", 1))
+        # While this machine meets others, it is in no round: those that wait, too, need only moments to read the code.
+        deadline_s = time.monotonic() + (_MOMENTS_S if self._is_meeting else _PATIENCE_S + self._shutdown_timeout)
+        self._ask(lambda: self._job and self._job.store.add("ended", 1))
         num_machines = self._worker_group.group_world_size or 1
-        while (self._ask(lambda: self._job.add("ended", 0)) or num_machines) < num_machines:
+        while (self._ask(lambda: self._job and self._job.store.add("ended", 0)) or num_machines) < num_machines:
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.1)
@@ -266,16 +453,34 @@ class Agent(LocalElasticAgent):
         print(f"error: {what}: this machine ends with exit code {code}", file=sys.stderr, flush=True)
         return code
 
-    def _end_without_store(self, host: str, port: int) -> None:
-        """End this process if its ranks have ended and the rendezvous does not answer; the agent may wait for it."""
+    def _follow_endpoint(self) -> None:
+        """Wait for the rendezvous if it no longer answers and the ranks have ended; the agent may hang in a call."""
         answered_s = ran_s = time.monotonic()
         limit_s = peer_limit_s() or LIMIT_S
         while time.monotonic() - answered_s < limit_s or time.monotonic() - ran_s < _PATIENCE_S:
             time.sleep(_LOOK_S)
             if not self._pids or any(map(_is_running, self._pids)):
                 ran_s = time.monotonic()
-            if not self._pids or _answers(host, port):
+            if not self._pids or probe(*self._endpoint) is None:
                 answered_s = time.monotonic()
+        if self._is_over:
+            os._exit(self._fail("the rendezvous does not answer any more"))
+        self._wait_for_endpoint()
+
+    def _wait_for_endpoint(self) -> NoReturn:
+        """Start this command again once the rendezvous answers, so that this machine joins as one that comes back."""
+        self._is_lost = True
+        lost_s = float(os.environ.setdefault(_LOST_VARIABLE, str(time.monotonic())))  # no restart begins a new time
+        deadline_s = lost_s + self._join_s
+        line = "lost: {}; this machine waits for it, for at most {:.0f} s"
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            said_s = time.monotonic()
+            problem = probe(*self._endpoint)
+            if problem is None:
+                os.execv(sys.executable, [sys.executable, "-P", "-m", "segapp", *sys.argv[1:]])
+            print(line.format(problem, left_s), file=sys.stderr, flush=True)
+            while time.monotonic() - said_s < min(_PATIENCE_S, left_s) and probe(*self._endpoint) is not None:
+                time.sleep(_LOOK_S)
         os._exit(self._fail("the rendezvous does not answer any more"))
 
 
@@ -285,12 +490,6 @@ def _is_running(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
-
-
-def _answers(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5):
-        return True
-    return False
 
 
 class SignedBackend(C10dRendezvousBackend):
@@ -322,7 +521,8 @@ class SignedBackend(C10dRendezvousBackend):
         if not hmac.compare_digest(signature, self._signature(state)):
             raise RendezvousStateError(
                 f"the state of the rendezvous {self._run_id} was not written with the secret of this machine: use the "
-                "same secret on all machines, and another --rdzv-id for each job"
+                "same secret on all machines (SEGAPP_LAUNCH_SECRET, unless they share the folder of the run, in which "
+                "the first one makes it), and another --rdzv-id for each job"
             )
         return state
 
@@ -343,8 +543,8 @@ def run_job(options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: fl
     config, program, _ = run.config_from_args(options)
     machines = "{0}" if config.min_nodes == config.max_nodes else "{0} to {1}"
     machines = machines.format(config.min_nodes, config.max_nodes)
-    limit_s = config.rdzv_configs.get("join_timeout", _JOIN_S)
-    waiting = f"waiting at {config.rdzv_endpoint} for {machines} machines, for at most {float(limit_s):g} s"
+    join_s = float(config.rdzv_configs.get("join_timeout", _JOIN_S))
+    waiting = f"waiting at {config.rdzv_endpoint} for {machines} machines, for at most {join_s:g} s"
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=config.rdzv_endpoint,
@@ -354,28 +554,45 @@ def run_job(options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: fl
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
+    endpoint = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
     shared = {field.name for field in fields(WorkerSpec)} & {field.name for field in fields(config)}
+    try:
+        handler = _handler_of(parameters, endpoint, secret, waiting)
+    except MeetingError as error:
+        print(f"error: {error}: this machine ends with exit code {LOST}", file=sys.stderr, flush=True)
+        return LOST
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
-        rdzv_handler=_handler_of(parameters, secret, waiting),
+        rdzv_handler=handler,
         **{name: getattr(config, name) for name in shared},
     )
-    endpoint = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
-    agent = Agent(spec, config.logs_specs, policy, endpoint, shutdown_s, waiting)
+    agent = Agent(
+        spec, config.logs_specs, policy, secret, endpoint, shutdown_s=shutdown_s, waiting=waiting, join_s=join_s
+    )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, agent.pass_on)
     return agent.carry_out()
 
 
-def _handler_of(parameters: RendezvousParameters, secret: bytes, waiting: str) -> Any:
-    """Return the handler that meets the other agents; wait until the machine that holds the rendezvous has started."""
-    deadline_s = time.monotonic() + _JOIN_S
-    with lines_while(lambda: waiting, 1.0):
-        while True:
-            try:
-                _, store = create_backend(parameters)
-                return create_handler(store, SignedBackend(store, parameters.run_id, secret), parameters)
-            except RendezvousConnectionError:
-                if time.monotonic() > deadline_s:
-                    raise
+def _handler_of(parameters: RendezvousParameters, endpoint: tuple[str, int], secret: bytes, waiting: str) -> Any:
+    """Return the handler that meets the other agents; wait until the machine that holds the rendezvous has started.
+
+    Raises:
+        MeetingError: it has not.
+    """
+    host, port = endpoint
+    is_host = parameters.get_as_bool("is_host")
+    is_host = is_here(host) if is_host is None else is_host
+    read_s, problems = parameters.get_as_int("read_timeout", 60) or 60, [""]
+    with lines_while(lambda: waiting + problems[-1], 1.0):
+        own_address = listening_address(host, parameters.local_addr or host) if is_host else None
+        store = joined_store(
+            host,
+            port,
+            limit_s=_JOIN_S,
+            read_s=read_s,
+            own_address=own_address,  # another agent on this machine may host it
+            note=lambda problem: problems.append(f"; {problem}"),
+        )
+    return rendezvous_handler(store, SignedBackend(store, parameters.run_id, secret), parameters)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
@@ -28,6 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.compat.torch import set_group_timeout
 from segapp.parallel.launch import STORE_VARIABLE, die_with_parent, signal_children
+from segapp.parallel.meeting import (
+    MeetingError,
+    hosted_store,
+    is_here,
+    joined_store,
+    listening_address,
+    local_address,
+    resolved,
+)
 from segapp.parallel.reductions import layers_group, use_layers_group
 from segapp.parallel.replicas import check_parameters
 from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
@@ -35,6 +44,8 @@ from segapp.parallel.sync_batchnorm import plain_batchnorms
 
 JOIN_S = 600.0
 """Maximum time to wait for the other ranks."""
+_LOOK_S = 0.2
+"""Seconds between two looks for missing ranks."""
 _BUCKET_BYTES = 25 * 2**20  # the size of DDP's buckets
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
 
@@ -71,6 +82,7 @@ def init_from_env(
     device: DeviceLike | None = None,
     backend: str | None = None,
     start_timeout_s: float = JOIN_S,
+    note: Callable[[str], None] = lambda _: None,
 ) -> RankInfo:
     """Join the process group of the ranks, and end this process when its launcher dies.
 
@@ -79,6 +91,7 @@ def init_from_env(
         backend: "nccl" or "gloo"; by default nccl on CUDA, which refuses two ranks on one GPU.
         start_timeout_s: seconds to wait for the other ranks, whose imports, caches and compilers differ by minutes, and
             for any exchange until `Ranks.tighten_timeout`.
+        note: called with the reason while this rank still waits.
 
     Raises:
         DistributedSetupError: a variable is missing or wrong, the device does not exist, or the other ranks did not
@@ -92,10 +105,12 @@ def init_from_env(
         torch.cuda.set_device(rank_device)
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # two groups work on one GPU
     store, address = None, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if file := os.environ.get(STORE_VARIABLE):
-        store, address = dist.FileStore(file), file  # type: ignore[attr-defined]  # documented, but not in __all__
-        store.set_timeout(timedelta(seconds=start_timeout_s))
     try:
+        if file := os.environ.get(STORE_VARIABLE):
+            store, address = dist.FileStore(file), file  # type: ignore[attr-defined]  # documented, but not in __all__
+            store.set_timeout(timedelta(seconds=start_timeout_s))
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun's agents share theirs
+            store = _meeting_store(rank, world_size, start_timeout_s, note)
         dist.init_process_group(
             chosen,
             store=store,
@@ -114,6 +129,40 @@ def init_from_env(
         group = dist.new_group(timeout=timedelta(seconds=start_timeout_s), pg_options=options)
         use_layers_group(cast(dist.ProcessGroup, group))
     return RankInfo(rank, world_size, local_rank, rank_device, chosen)
+
+
+def _meeting_store(rank: int, world_size: int, limit_s: float, note: Callable[[str], None]) -> Any:
+    """Return the store of the ranks once all of them are there: rank 0 makes it, on one address if it can.
+
+    Raises:
+        MeetingError: rank 0 cannot make it, or another rank does not come in time.
+    """
+    host, port, deadline_s = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), time.monotonic() + limit_s
+    store: Any = None
+    if rank == 0:
+        store = hosted_store(address := _address_to_listen_on(host, port), port, limit_s)
+        if store is None:
+            raise MeetingError(f"port {port} is in use at {address}: set MASTER_PORT to a free one")
+    else:
+        store = joined_store(host, port, limit_s=limit_s, read_s=limit_s, note=note)
+    store.set(f"rank/{rank}", "")
+    unknown = "" if rank or is_here(host) or resolved(host) else f"{host} is no known host name; "
+    while missing := [other for other in range(world_size) if not store.check([f"rank/{other}"])]:
+        shown = f"{', '.join(map(str, missing[:8]))}{', ...' if len(missing) > 8 else ''}"
+        note(line := f"{unknown}missing: {'rank' if len(missing) == 1 else 'ranks'} {shown}")
+        if time.monotonic() > deadline_s:
+            raise MeetingError(line)
+        time.sleep(_LOOK_S)
+    return store
+
+
+def _address_to_listen_on(host: str, port: int) -> str:
+    """Return the address of this machine at which rank 0 is expected; all of them if it has no such name."""
+    with contextlib.suppress(ValueError):
+        if is_here(host):
+            return listening_address(host, local_address(host, port))
+    found = resolved(host)
+    return "::" if found and all(":" in address for address in found) else "0.0.0.0"
 
 
 def shutdown() -> None:

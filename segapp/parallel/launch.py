@@ -15,7 +15,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
+import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -25,13 +28,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from segapp.waiting import is_pid_alive
 
 STORE_VARIABLE = "SEGAPP_RANK_STORE"
 """The file in which the ranks of one machine meet; without it, they meet at MASTER_ADDR and MASTER_PORT."""
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""The file in which a rank leaves its error for its launcher, in a folder of its own; torchrun sets it, too."""
 _PARENT_PID = "SEGAPP_PARENT_PID"
 """Process id of the parent, for each rank: the parent may die while Python still starts."""
 _POLL_S = 0.05
@@ -66,18 +72,21 @@ def launch_local(
         signals: signals to this process that are passed on to the ranks.
 
     Returns:
-        0, or the exit status of the first rank that failed; 128 + n if signal n ended it.
+        0, or the exit status of the rank whose error was the first; 128 + n if signal n ended it.
     """
     environ = _environ_of(num_ranks, env or {})
     ranks: list[subprocess.Popen[bytes]] = []
     with _rank_store() as store, _passing_signals_on(ranks, signals) as received:
         try:
-            for rank in range(num_ranks):  # each in its own session, so that Ctrl-C reaches it once, through here
+            errors = [Path(store).with_name(str(rank)) / "error.json" for rank in range(num_ranks)]
+            for rank, error in enumerate(errors):  # each in its own session: Ctrl-C reaches it once, through here
+                error.parent.mkdir()
                 variables = {**environ, STORE_VARIABLE: store, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables[ERROR_VARIABLE] = str(error)
                 ranks.append(subprocess.Popen([sys.executable, "-P", *command], env=variables, start_new_session=True))
             for number in received:  # some may have come before all ranks were started
                 _send(ranks, number)
-            return _wait(ranks, received)
+            return _wait(ranks, received, errors)
         finally:
             _end(ranks, shutdown_s)
 
@@ -119,18 +128,75 @@ def _send(ranks: Iterable[subprocess.Popen[bytes]], number: int) -> None:
         process.send_signal(number)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
-    """Wait until all ranks have succeeded or one has failed, and return its exit code."""
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int], errors: Iterable[Path]) -> int:
+    """Wait until all ranks have succeeded or one has failed, and return the exit code of the first error.
+
+    A rank that was killed, or left an error, has ended the others, which may be noticed earlier.
+    """
     while not any(codes := [process.poll() for process in ranks]) and None in codes:
         time.sleep(_POLL_S)
     failed = [(code, rank) for rank, code in enumerate(codes) if code]
     if not failed:
         return 0
-    code, rank = min(failed)  # of ranks that failed at the same time, one that was killed is the cause
+    code, rank = min(failed)
+    if code > 0 and (error := first_error(errors)) is not None:
+        return error.code
     if code < 0 and not received:
         name = signal.Signals(-code).name
         print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
+
+
+class RankError(NamedTuple):
+    """An error by which a rank has ended, other than the loss of another rank."""
+
+    code: int
+    """Exit code of the rank."""
+    message: str
+    at_s: float = math.inf
+    """When it happened, by the monotonic clock of its machine."""
+
+    def sent_by(self, machine: str) -> str:
+        """Return a text for other machines."""
+        return json.dumps([machine, self.code, self.message])
+
+    @classmethod
+    def from_sent(cls, text: str) -> tuple[str, RankError]:
+        """Return the machine of an error in a text of `sent_by`, and the error."""
+        machine, code, message = json.loads(text)
+        return machine, cls(int(code), message)
+
+
+def leave_error(code: int, message: str, *, is_own: bool) -> bool:
+    """Leave the error by which this rank ends for its launcher, and return True if this rank is to print it.
+
+    The ranks of a machine print a message that they share once. If not `is_own`, the rank lost another one, which is
+    never the cause. The file has the form of torchrun's error files.
+    """
+    name = os.environ.get(ERROR_VARIABLE)
+    if not name:
+        return True
+    path, digest = Path(name), hashlib.sha256(message.encode()).hexdigest()[:16]
+    with contextlib.suppress(OSError):
+        if is_own:
+            words = {"message": message, "timestamp": int(time.time()), "code": code, "at_s": time.monotonic()}
+            path.with_suffix(".part").write_text(json.dumps(words))
+            path.with_suffix(".part").replace(path)
+        try:
+            (path.parent.parent / f"said-{digest}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
+
+
+def first_error(paths: Iterable[str | Path]) -> RankError | None:
+    """Return the first of the errors that ranks of this machine have left; None if none has."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            words = json.loads(Path(path).read_text())
+            found.append(RankError(int(words["code"]), str(words["message"]), float(words["at_s"])))
+    return min(found, key=lambda error: error.at_s, default=None)
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], shutdown_s: float) -> None:

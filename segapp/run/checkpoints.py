@@ -34,7 +34,7 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from segapp.errors import CheckpointError, StorageError
+from segapp.errors import CheckpointError, DiskFullError
 from segapp.failpoints import failpoint
 from segapp.run.files import (
     TEMPORARY_PREFIX,
@@ -484,7 +484,7 @@ class CheckpointFolder:
             manifest = smaller
         free = free_bytes(self.path)
         if free < _with_margin(need_bytes):
-            raise StorageError(
+            raise DiskFullError(
                 f"cannot write a checkpoint in {self.path}: it needs {size(_with_margin(need_bytes))}, "
                 f"{size(free)} are free: free some space there, or lower checkpoint.keep",
                 key="checkpoint.keep",

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from segapp.errors import StorageError
+from segapp.errors import DiskFullError, StorageError
 from segapp.failpoints import failpoint
 from segapp.run.words import size
 from segapp.waiting import is_pid_alive
@@ -381,8 +381,8 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
             reason += f" ({size(free_bytes(path if path.is_dir() else path.parent))} free)"
-        advice = "free some space there"
-    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return DiskFullError(f"cannot {action} {path}: {reason}: free some space there", path=path)
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         advice = "make the folder writable"
     elif error.errno == errno.EFBIG:
         advice = "raise the file size limit (ulimit -f)"

@@ -26,6 +26,11 @@ _OF_A_COLLECTIVE = re.compile(
 )
 
 
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Return True for an exception of an exchange whose other end is gone; torch and gloo have no class for all."""
+    return isinstance(error, (dist.DistError, ConnectionError)) or bool(_OF_A_COLLECTIVE.search(str(error)))
+
+
 def as_segapp_error(error: Exception, parts: Mapping[str, str] = MappingProxyType({})) -> SegappError:
     """Return the error that tells a user what failed; an unexpected error becomes a RunError with its type.
 
@@ -61,8 +66,8 @@ def as_segapp_error(error: Exception, parts: Mapping[str, str] = MappingProxyTyp
             f"{part} raised {type(error).__name__} at {line}: {first}: correct it; segapp check-part --config FILE "
             "shows the component in every way that a training uses it"
         ).see("own-parts")
-    if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
-        return DistributedError(f"another rank does not answer ({first}): read its output and stacks.log")
+    if is_of_lost_peer(error):
+        return DistributedError("another rank does not answer: read its output, and stacks.log")
     replica = failed_replica(error)
     where = "" if replica is None else " in replica {} on {}".format(*replica)
     return RunError(f"unexpected {type(error).__name__}{where}: {first}")

@@ -27,6 +27,7 @@ from segapp.errors import (
 )
 from segapp.memory.counters import DeviceInfo
 from segapp.memory.plan import SavedMemoryPlan
+from segapp.parallel.agreement import AGREED_VARIABLE, DATA_DIFFER, MachineFacts, compare
 from segapp.parallel.distributed import (
     JOIN_S,
     DistributedSetupError,
@@ -42,8 +43,9 @@ from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Oom
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder, remove_failed_start
-from segapp.run.words import plural
+from segapp.run.words import plural, say
 from segapp.session.failures import as_segapp_error
+from segapp.session.machine_facts import facts_of
 from segapp.session.request import TrainRequest, taken_note
 from segapp.training.commands import PendingRequests
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after
@@ -111,6 +113,24 @@ def _find_peers(ranks: Ranks) -> Peers:
     return Peers(ranks.rank, places, group_store, DistributedError.exit_code, limit_s)
 
 
+def _compare_machines(config: RunConfig, ranks: Ranks, machines: Sequence[str]) -> None:
+    """Compare what the machines of a job bring to it; the first rank of each describes its machine.
+
+    Raises:
+        ConfigError: settings or versions differ.
+        DataError: the data differ.
+    """
+    if len(set(machines)) == 1:
+        return
+    is_first = machines.index(machines[ranks.rank]) == ranks.rank
+    told = ranks.gather(facts_of(config).as_json() if is_first else None)
+    agreement = compare([MachineFacts.from_json(text) for text in told if text is not None])
+    if agreement.note and is_first:
+        say(f"note: {agreement.note}")
+    if agreement.code:
+        raise (DataError if agreement.code == DATA_DIFFER else ConfigError)(agreement.reason).see("several-machines")
+
+
 @contextlib.contextmanager
 def joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan, Peers]]:
     """Join the ranks that were started; yield them, the device of this process, and the watch over the others.
@@ -125,9 +145,11 @@ def joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks
     own = devices.devices[local_rank % len(devices.devices)] if is_chosen else None
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or len(devices.devices))
     is_shared = is_chosen and ranks_here > len(set(devices.devices))
+    notes = [""]
     try:
-        with lines_while(_waiting_line, FIRST_S if STORE_VARIABLE in os.environ else 1.0):
-            info = init_from_env(device=own, backend="gloo" if is_shared else None)  # NCCL refuses a GPU with two ranks
+        with lines_while(lambda: _waiting_line(notes[-1]), FIRST_S if STORE_VARIABLE in os.environ else 1.0):
+            backend = "gloo" if is_shared else None  # NCCL refuses a GPU with two ranks
+            info = init_from_env(device=own, backend=backend, note=lambda line: notes.append(f"{line}; "))
     except DistributedSetupError as error:
         raise DistributedError(str(error)) from None
     try:
@@ -135,6 +157,8 @@ def joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks
         ranks = Ranks(info, step_timeout_s=timeout_s, classes=exchanged_classes())
         reason = f"rank {info.rank} of {info.world_size}"
         with contextlib.closing(_find_peers(ranks)) as peers:
+            if AGREED_VARIABLE not in os.environ:
+                _compare_machines(config, ranks, [machine for machine, _ in peers.pids])
             yield ranks, DevicePlan("ddp", (info.device,), reason, devices.mode_reason), peers
     except BaseException as error:
         if info.backend == "nccl" and isinstance(error, Exception):
@@ -145,14 +169,14 @@ def joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks
     shutdown()
 
 
-def _waiting_line() -> str:
-    """Return a line about the ranks that this one waits for, from the variables of its launcher."""
+def _waiting_line(reason: str) -> str:
+    """Return a line about the ranks that this one waits for, from the variables of its launcher, and the reason."""
     rank, size, *address = map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     where = os.environ.get(STORE_VARIABLE) or ":".join(map(str, address))
     others = plural(int(size or 1) - 1, "other rank")
     return (
-        f"rank {rank} of {size} waits for {others} at {where}, for at most {JOIN_S:g} s: start them all, or set "
-        "parallel.mode=single to train in one process"
+        f"rank {rank} of {size} waits for {others} at {where}, for at most {JOIN_S:g} s: {reason}start them all, or "
+        "set parallel.mode=single to train in one process"
     )
 
 

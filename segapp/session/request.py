@@ -178,7 +178,8 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
     """
     if "RANK" in environ:
         return None
-    if any(environ.get(name, "1") != "1" for name in _MPI_SIZES):
+    is_sizeless = "PMIX_RANK" in environ and not _num_tasks(environ) and not any(map(environ.get, _MPI_SIZES))
+    if is_sizeless or any(environ.get(name, "1") != "1" for name in _MPI_SIZES):
         raise DistributedError(
             "mpirun started several tasks, each of which would train the whole run: start one task per machine with "
             "segapp launch, or set parallel.mode=single for separate runs"

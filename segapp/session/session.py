@@ -34,19 +34,19 @@ from segapp.config.trust import unnamed_trackers
 from segapp.custom.trust import accepted_sources, using_copies
 from segapp.datasets.resources import freed_memory_kept
 from segapp.errors import (
-    CheckpointError,
     ConfigError,
-    DataError,
     DistributedError,
+    SegappError,
     StorageError,
 )
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
 from segapp.memory.plan import SavedMemoryPlan
+from segapp.parallel.agreement import MachineFacts, compare
 from segapp.parallel.distributed import (
     Ranks,
     is_launched,
 )
-from segapp.parallel.launch import Peers, end_process
+from segapp.parallel.launch import Peers, end_process, leave_error
 from segapp.planning.auto import is_planned, resolve_auto
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.files import append_to_run, machine_id, machine_names, storage_errors_of
@@ -113,10 +113,15 @@ def run_session(
                 ):
                     _fit(trainer, stage)
                 return stage.code
-            except (ConfigError, DataError, CheckpointError) as error:
-                if ranks.is_main:
+            except Exception as error:
+                known = as_segapp_error(error)
+                if not isinstance(error, SegappError) and not isinstance(known, DistributedError):
                     raise
-                return error.exit_code  # every rank finds the same problem; rank 0 reports it
+                if ranks.world_size == 1 or leave_error(
+                    known.exit_code, str(known), is_own=not isinstance(known, DistributedError)
+                ):
+                    raise known from error
+                return known.exit_code  # another rank of this machine prints it
 
 
 def _check_before_start(request: TrainRequest) -> None:
@@ -394,6 +399,7 @@ def _restored_trainer(
         ) as trainer,
         sharing_random_numbers(trainer.engine.model, trainer.engine.criterion),
     ):
+        _check_same_split(trainer.controller.batch_split.current, ranks)
         if checkpoint is not None:
             num_train = len(trainer.train_loader.dataset)
             check_resumable(checkpoint.state, checkpoint.path, config, num_train, trainer.facts.start.classes)
@@ -402,6 +408,15 @@ def _restored_trainer(
         if checkpoint is not None:
             checkpoint.state.clear()  # it is as large as weights and optimizer, and would exist as long as the training
         yield trainer
+
+
+def _check_same_split(split: tuple[int, ...] | None, ranks: Ranks) -> None:
+    """Raise ConfigError on every rank unless all divide a full batch in the same way."""
+    told = dict.fromkeys(ranks.gather((socket.gethostname(), split)))
+    name = "the split of a batch by parallel.shares and parallel.gpu0_bsz"
+    agreement = compare([MachineFacts(host, {name: str(list(theirs or ()))}) for host, theirs in told])
+    if agreement.code:
+        raise ConfigError(agreement.reason, key="parallel.shares")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,6 +101,13 @@ class TensorBoardTracker:
 
         self._settings = {key: v if isinstance(v, (bool, int, float)) else str(v) for key, v in settings.items()}
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._leave_to_next_point
+
+    def _leave_to_next_point(self, args: Any) -> None:
+        """Ignore an error of TensorBoard's own thread, such as a full disk: the next point raises it again."""
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard")):
+            self._excepthook(args)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
@@ -110,6 +118,7 @@ class TensorBoardTracker:
         from torch.utils.tensorboard.summary import hparams
 
         make: Any = hparams
+        threading.excepthook = self._excepthook
         for summary in make(self._settings, dict(best)):
             self._writer.file_writer.add_summary(summary)
         self._writer.close()

@@ -179,6 +179,7 @@ class Trainer:
             context.ranks,
             self._capture,
             during_save=lambda: self.activities.during("save"),
+            is_stopped=lambda: context.signals.is_set,
         )
         for loader in (train_loader, validation.loader):
             loader.pool.tell = self._tell_of_data
@@ -218,7 +219,7 @@ class Trainer:
                 is_between = self.position.batch == 0 and not self.progress.is_complete
                 if self.controller.requests.stop is not None and is_between:
                     raise StopRequest("asked to stop after the epoch")
-        self.saver.finish(self.position, is_required=True)
+        self.saver.finish(self.position, is_required=True, waits_for_space=True)
         self.answer_commands(f"the run has finished: {reason}", is_finished=True)
         return reason
 

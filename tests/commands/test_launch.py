@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +23,7 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -31,6 +34,7 @@ from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_bett
 from segapp.config import dump_config
 from segapp.errors import ConfigError, StorageError
 from segapp.parallel import agent as agents
+from segapp.parallel.agreement import MachineFacts
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from segapp.run.events import EventWriter, RunEnd, Step
 from segapp.run.folder import RunFolder
@@ -138,7 +142,7 @@ def test_address_of_a_machine_is_that_of_its_route() -> None:
     assert own_address("127.0.0.1:29500") == "127.0.0.1"
     assert own_address("[::1]:29500") == "::1"
     for endpoint in ("node1", "127.0.0.1:port", "no-such-host.invalid:1"):
-        with pytest.raises(ConfigError, match=f"--rdzv-endpoint {endpoint}: .* use HOST:PORT"):
+        with pytest.raises(ConfigError, match=f"--rdzv-endpoint {endpoint}: .*use HOST:PORT"):
             own_address(endpoint)
 
 
@@ -243,15 +247,122 @@ def test_machines_share_the_secret_of_the_first(tmp_path: Path, monkeypatch: pyt
         shared_secret(request)
 
 
-def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
-    """The rendezvous was closed by another agent; `_store` is torch's name."""
-    meeting = Mock(_store=HashStore(), next_rendezvous=Mock(side_effect=RendezvousClosedError))
+OWN = MachineFacts("node2", {"optim.lr": "0.014"}, {"the number of files of train": "144"})
+
+
+def late_agent(store: HashStore) -> agents.Agent:
+    """Return an agent whose rendezvous was closed by another one; `_store` is torch's name."""
+    meeting = Mock(_store=store, next_rendezvous=Mock(side_effect=RendezvousClosedError))
     meeting.get_run_id.return_value, meeting.get_backend.return_value = "run", "c10d"
     meeting.num_nodes_waiting.return_value = 0
-    meeting._store.set("segapp/run/code", "75")
     spec = WorkerSpec("segapp", 1, meeting, entrypoint="true")
-    agent = agents.Agent(spec, DefaultLogsSpecs(), RunPolicy(request_for(Path("run"))), ("127.0.0.1", 29500), 5.0, "")
-    assert agent.carry_out() == 75
+    policy = RunPolicy(request_for(Path("run")))
+    policy._facts = OWN
+    return agents.Agent(spec, DefaultLogsSpecs(), policy, b"secret", ("127.0.0.1", 29500), shutdown_s=5.0)
+
+
+def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
+    store = HashStore()
+    agents.SignedStore(store, "run", b"secret").set("code", "75")
+    assert late_agent(store).carry_out() == 75
+
+
+def test_machine_that_differs_from_the_job_ends_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    job = agents.SignedStore(store, "run", b"secret")
+    job.set("record", replace(OWN, machine="node1", settings={"optim.lr": "0.5"}).as_json())
+    assert late_agent(store).carry_out() == 2
+    assert "error: optim.lr is 0.014 on node2 and 0.5 on node1: start all" in capsys.readouterr().err
+    assert job.get("code") is None, "the others go on"
+    job.set("record", replace(OWN, machine="node1", data={}).as_json())
+    assert late_agent(store).carry_out() == 3
+    job.set("record", replace(OWN, machine="node1").as_json())
+    job.set("code", "75")
+    assert late_agent(store).carry_out() == 75, "it agrees with the record"
+
+
+def met(num: int, number: int, monkeypatch: pytest.MonkeyPatch) -> agents.Agent:
+    """Let an agent meet others once more after it was dropped, in a meeting of `num` machines, and return it."""
+    store, agent, ends = HashStore(), late_agent(HashStore()), iter([KeyError("dropped"), None])
+    agent._handler.settings, agent._handler._state_holder = Mock(min_nodes=2, max_nodes=3), Mock()
+    agent._handler._state_holder.state = Mock(round=4, participants=[])
+    group = Mock(group_world_size=num, group_rank=number, store=Mock(underlying_store=store))
+
+    def meet(*_: Any) -> None:
+        if error := next(ends):
+            raise error
+
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", meet)
+    job = agents.SignedStore(store, "run", b"secret")
+    for other in range(num):
+        if other != number:
+            job.set(f"here/4/{other}", json.dumps([6 + other, replace(OWN, machine=f"node{other}").as_json()]))
+    agent._rendezvous(group)
+    return agent
+
+
+@pytest.mark.parametrize(("num", "number"), [(1, 0), (4, 2), (2, 2)])
+def test_meeting_of_too_few_or_too_many_machines_ends(num: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch drops machines that it has not heard, and then begins without them."""
+    said = f"the meeting ended with {num} machines, of which this is number {number}, instead of 2 to 3 machines: start"
+    with pytest.raises(RendezvousStateError, match=f"{said} the job again"):
+        met(num, number, monkeypatch)
+
+
+def test_machines_of_a_meeting_agree_on_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest number that one of them knows; this machine has just joined."""
+    agent = met(3, 1, monkeypatch)
+    assert agent._round == 8
+    assert agent._job is not None
+    assert agent._job.get("record") is None, "machine 0 writes it"
+
+
+def test_values_without_the_secret_are_ignored_and_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    job, stranger = agents.SignedStore(store, "a", b"secret"), agents.SignedStore(store, "a", b"guessed")
+    for forged in ("0", f"{'0' * 64} 0", "\x00 \xff"):
+        job.store.set("code", forged)
+        assert job.get("code") is None
+    stranger.set("code", "0")
+    assert job.get("code") is None
+    assert job.first("code", "75") == "75"
+    assert (job.get("code"), job.first("code", "8")) == ("75", "75"), "the first one stays"
+    job.store.set("cause/1", job.store.get("code"))
+    assert job.get("cause/1") is None, "a signature is for one key"
+    other = agents.SignedStore(store, "b", b"secret")
+    other.store.set("code", job.store.get("code"))
+    assert other.get("code") is None, "and for one job"
+    said = capsys.readouterr().err.splitlines()
+    assert [line[:28] for line in said] == [
+        "error: code of the job a was",
+        "error: cause/1 of the job a ",
+        "error: code of the job b was",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [(["finished"], 0), (["stopped"], 8), (["finished", "stopped"], 8), (["failed", "finished"], 0), ([], 8)],
+)
+def test_success_is_what_the_run_says(
+    ends: list[Any], code: int, run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("segapp.commands.launch._FINISH_S", 0.0)
+    with EventWriter(run.events) as writer:
+        for status in ends:
+            writer.write(RunEnd(status=status, reason="", exit_code=0))
+    assert RunPolicy(request_for(run.path)).code_of_success() == code
+    assert ("does not say that the run has finished" in capsys.readouterr().err) == (code == 8)
+
+
+def test_code_of_the_first_error_beats_the_end_of_the_run(run: RunFolder) -> None:
+    """Rank 0 of another machine has only lost the rank that failed."""
+    policy = RunPolicy(request_for(run.path))
+    policy.begin_round()
+    with EventWriter(run.events) as writer:
+        writer.write(RunEnd(status="failed", reason="another rank does not answer", exit_code=8))
+    assert policy.code_of_job(3, regroups=False, is_cause=True) == 3
+    assert policy.code_of_job(3, regroups=False, is_cause=False) is None
 
 
 @pytest.fixture
@@ -276,7 +387,33 @@ def test_config_error_ends_all_agents_at_once_with_its_code(launch: Callable[...
     both = launch("train.epohcs=3"), launch("train.epohcs=3")
     assert [agent.wait(120) for agent in both] == [2, 2]
     assert not (tmp_path / "run").exists()
-    assert "unknown key train.epohcs" in (tmp_path / "rank0.txt").read_text()
+    assert all("unknown key train.epohcs" in agent.stderr for agent in both)
+    assert not [*tmp_path.glob("rank*.txt")], "no rank was started"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("first", "second", "code", "said"),
+    [
+        (
+            ["optim.lr=0.5"],
+            ["optim.lr=0.25"],
+            2,
+            r"optim.lr is 0.\d+ on \S+ \(machine 1\) and 0.\d+ on \S+ \(machine 0\)",
+        ),
+        ([], ["data.root=nothing"], 3, r"nothing does not exist"),
+    ],
+)
+def test_machines_that_differ_end_before_a_rank_starts(
+    first: list[str], second: list[str], code: int, said: str, launch: Callable[..., Program], tmp_path: Path
+) -> None:
+    both = launch(*first), launch(*second)
+    assert [agent.wait(120) for agent in both] == [code, code]
+    errors = [[line for line in agent.stderr.splitlines() if line.startswith("error: ")] for agent in both]
+    assert errors[0] == errors[1]
+    assert re.search(said, errors[0][0])
+    assert not [*tmp_path.glob("rank*.txt")], "no rank was started"
+    assert not (tmp_path / "run").exists()
 
 
 def test_signal_ends_an_agent_that_waits_for_others(launch: Callable[..., Program]) -> None:

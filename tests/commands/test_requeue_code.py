@@ -35,6 +35,12 @@ BEGUN = {"type": "run_start"}
         ([BEGUN, {**BEGUN, "resumed_from_step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 1),  # twice
         ([BEGUN], 75, 75),
         ([], 2, 2),
+        ([], 0, 8),  # others can write a launcher's exit code
+        ([BEGUN], 0, 8),
+        ([FAILED], 0, 5),
+        ([{**FAILED, "exit_code": 0}, {**BEGUN, "resumed_from_step": 5}], 0, 8),
+        ([{**SIGNAL, "step": 5}], 0, 75),  # of torchrun, which would start a stopped run again
+        ([{**COMMAND, "step": 5}], 0, 0),
         ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}], 75, 75),
         ([{**SIGNAL, "step": step} for step in (1, 5, None, 5)], 75, 1),
         ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}, {**SIGNAL, "step": 6}], 75, 75),

@@ -19,6 +19,7 @@ from tests.support.fault_runs import (
     FaultRun,
     Invariants,
     case,
+    course,
     is_stopped,
     needs,
     small_disk,
@@ -193,20 +194,32 @@ def test_training_continues_while_a_checkpoint_is_written(
 
 @case(
     "F17",
-    how="a file system with room for one checkpoint and a half",
-    passes="old intact, space given back, says need and free",
+    how="a file system with room for one checkpoint and a half, and with more at the end or not",
+    passes="old intact, space given back, says need and free; waits for space, then saves, or a signal ends it with 10",
 )
 @pytest.mark.faults
-def test_full_disk_keeps_old_and_reports_need_and_free(new_run: NewRun, invariants: Invariants, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_freed", [True, False], ids=["freed", "stopped"])
+def test_full_disk_is_waited_for_at_the_end(
+    new_run: NewRun, invariants: Invariants, tmp_path: Path, is_freed: bool
+) -> None:
     run = new_run("disk/work", train={"epochs": 2}, checkpoint={"every_steps": None, "every_epochs": 1})
     with small_disk(run.folder, 2000):
-        done = run.train()
-        free_kib = shutil.disk_usage(run.folder).free // 1024
-        invariants.assert_clear(done, 10, "it needs", "are free")
+        program = run.start()
+        run.wait_for(
+            lambda: "its last save waits for space, for at most 600 s" in program.stderr + program.stdout, program
+        )
+        assert shutil.disk_usage(run.folder).free // 1024 > 200, "what could not be written was given back"
         assert run.committed()[0]["step"] == 5
-        assert free_kib > 200, "what could not be written was given back"
-        subprocess.run(["mount", "-o", "remount,size=64m", str(run.folder)], check=True)
-        invariants.check(run)
+        if is_freed:
+            subprocess.run(["mount", "-o", "remount,size=64m", str(run.folder)], check=True)
+            assert run.ended(program).returncode == 0
+            assert run.committed()[0]["step"] == 10
+            assert course(run) == invariants.references.of(run.config).course
+        else:
+            program.send(signal.SIGTERM)
+            invariants.assert_clear(run.ended(program, 30), 10, "it needs", "are free")
+            subprocess.run(["mount", "-o", "remount,size=64m", str(run.folder)], check=True)
+            invariants.check(run)
 
 
 @pytest.mark.slow

@@ -137,14 +137,16 @@ def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):
     for name, value in {**FULL, "RANK": "1", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed, "die_with_parent", lambda: calls.append("the launcher"))
+    monkeypatch.setattr(distributed, "_meeting_store", lambda *args: calls.append(args[:2]) or "store")
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((*args, options)))
     info = init_from_env(device="cpu")
     assert (info.rank, info.world_size, info.local_rank, info.device, info.backend) == (
         1, 3, 0, torch.device("cpu"), "gloo"
     )  # fmt: skip
-    watch, (backend, options) = calls
-    assert watch == "the launcher"
-    assert (backend, options["rank"], options["world_size"], options["device_id"]) == ("gloo", 1, 3, None)
+    watch, meeting, (backend, options) = calls
+    assert (watch, meeting) == ("the launcher", (1, 3))
+    chosen = [options[name] for name in ("store", "rank", "world_size", "device_id")]
+    assert (backend, chosen) == ("gloo", ["store", 1, 3, None])
 
 
 @pytest.fixture(params=[1, 2])
@@ -196,6 +198,7 @@ def test_layers_of_nccl_get_a_group_of_high_priority(monkeypatch):
     monkeypatch.setattr(distributed, "_rank_device", lambda *_: torch.device("cuda:0"))
     monkeypatch.setattr(distributed, "die_with_parent", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(distributed, "_meeting_store", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
     monkeypatch.setattr(dist, "new_group", lambda **options: made.append(("group", options)) or "the layers' group")
     info = init_from_env(backend="nccl")
