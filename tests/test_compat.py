@@ -5,16 +5,20 @@ from __future__ import annotations
 import ast
 import multiprocessing
 import os
+import pickle
 import signal
+import time
 import warnings
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import mobilenet_v3_small
 
@@ -264,3 +268,55 @@ def test_stages_and_feature_maps_of_torchvision() -> None:
     with torch.no_grad():
         maps = compat_models.feature_maps_of(net, {"1": "low", "12": "out"})(torch.zeros(2, 3, 64, 64))
     assert {name: tuple(each.shape[1:]) for name, each in maps.items()} == {"low": (16, 16, 16), "out": (576, 2, 2)}
+
+
+class SharedState:
+    """A backend that keeps the state of a rendezvous in memory."""
+
+    name, state = "memory", b""
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        return (self.state, 0) if self.state else None
+
+    def set_state(self, state: bytes, _token: Any = None) -> tuple[bytes, int, bool]:
+        self.state = state
+        return state, 0, True
+
+
+@pytest.mark.parametrize("shift_s", [-120.0, -20.0, 0.0, 20.0, 120.0])
+def test_other_clocks_decide_nothing_in_a_rendezvous(shift_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine is dropped 15 s after its last new heartbeat, and a round ends after its last call, by this clock."""
+    backend, now_s = SharedState(), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    parameters = RendezvousParameters("c10d", "127.0.0.1:1", "job", 2, 3, last_call_timeout=30, local_addr="node1")
+    handler = compat.rendezvous_handler(dist.HashStore(), backend, parameters)
+    holder, other = handler._state_holder, dynamic_rendezvous._NodeDesc("node2", 7, 0)
+
+    def read() -> Any:
+        now_s[0] += 2  # later than the holder keeps a state
+        holder.sync()
+        return holder.state
+
+    def write(beat: float) -> None:
+        state = pickle.loads(backend.state) if backend.state else dynamic_rendezvous._RendezvousState()
+        sent = datetime.now(UTC) + timedelta(seconds=shift_s + beat)
+        state.participants, state.last_heartbeats[other] = {other: 0}, sent
+        state.deadline = sent + timedelta(seconds=30)
+        backend.state = pickle.dumps(state)
+
+    write(0)
+    first = read()
+    assert compat.rendezvous_members(handler) == ["node2"]
+    assert abs((first.deadline - datetime.now(UTC)).total_seconds() - 30) < 1
+    now_s[0] += 10
+    write(5)
+    assert other in read().participants
+    now_s[0] += 10
+    assert other in read().participants, "14 s after its last new heartbeat"
+    assert abs((holder.state.deadline - datetime.now(UTC)).total_seconds() - 6) < 1, "30 s from the first sight"
+    sent = pickle.loads(backend.state).last_heartbeats[other]
+    holder.mark_dirty()
+    holder.sync()
+    assert pickle.loads(backend.state).last_heartbeats[other] == sent, "what another one wrote stays as it is"
+    now_s[0] += 4
+    assert other not in read().participants

@@ -178,3 +178,44 @@ def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
     time.sleep(0.6)
     end_watch()
     assert 1 <= len(looks) <= 4  # after 0, 0.25, 0.5 s
+
+
+OWN_ERROR = """
+import os, sys, time
+rank, code = int(os.environ["RANK"]), int(sys.argv[1 + int(os.environ["RANK"])])
+time.sleep(0.1 * [2, 0, 1][rank])
+message = "another rank does not answer" if code == 8 else f"rank {rank} cannot read a file"
+is_printed = code in (0, 75) or launch.leave_error(code, message, is_own=code != 8)
+print(f"{message}: {is_printed}", file=open(sys.argv[-1], "a"))
+time.sleep(0.1 * [0, 6, 3][rank])  # the one that failed first ends last
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "found"),
+    [([8, 3, 8], 3), ([8, 3, 2], 3), ([10, 8, 8], 10), ([8, 8, 8], 8), ([75, 75, 75], 75), ([3, 0, 0], 3)],
+)
+def test_first_error_that_no_lost_rank_caused_decides(tmp_path: Path, codes: list[int], found: int) -> None:
+    path = tmp_path / "rank.py"
+    path.write_text(LAUNCH + OWN_ERROR)
+    said = tmp_path / "said.txt"
+    assert launch_local([str(path), *map(str, codes), str(said)], 3) == found
+    lost = [line for line in said.read_text().splitlines() if line.startswith("another")]
+    assert [line.partition(": ")[2] for line in lost] == ["True", "False", "False"][: codes.count(8)], "printed once"
+
+
+def test_errors_of_ranks_are_read_in_the_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / str(rank) / "error.json" for rank in range(4)]
+    for rank, at_s in ((2, 7.0), (0, 9.0), (1, 8.0)):
+        paths[rank].parent.mkdir()
+        monkeypatch.setenv(launch.ERROR_VARIABLE, str(paths[rank]))
+        monkeypatch.setattr(time, "monotonic", lambda at_s=at_s: at_s)
+        assert launch.leave_error(rank + 2, f"error {rank}", is_own=True)
+    error = launch.first_error(paths)
+    assert error == launch.RankError(4, "error 2", 7.0)
+    assert json.loads(paths[1].read_text())["message"] == "error 1", "torchrun shows it"
+    assert launch.RankError.from_sent(error.sent_by("node2")) == ("node2", launch.RankError(4, "error 2"))
+    paths[2].write_text("half a fi")
+    assert launch.first_error(paths) == launch.RankError(3, "error 1", 8.0)
+    assert launch.first_error([]) is None
