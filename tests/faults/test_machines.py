@@ -225,9 +225,13 @@ def test_killed_ranks_and_lost_machines_come_back(new_job: NewJob) -> None:
         assert job.run.events("run_start")[num_rounds]["resumed_from_step"] >= promised
         if fault == "rank":
             continue
+        if fault == "cable":  # its agent waits for the endpoint, and joins again by itself
+            job.wait_for(lambda: "lost: " in job.log(2).read_text())
+            machine.heal()
+            continue
         assert job.codes(2)[2] in (8, 75, -signal.SIGKILL)
-        if fault != "agent":
-            machine.boot() if fault == "power" else machine.heal()
+        if fault == "power":
+            machine.boot()
         job.start(2)
     job.wait_for(lambda: all(machine.ranks() for machine in job.machines))
     assert job.run.command("ctl", "run", "stop", "--wait").returncode == 0
@@ -235,6 +239,31 @@ def test_killed_ranks_and_lost_machines_come_back(new_job: NewJob) -> None:
     assert job.run.train("parallel.mode=single", timeout_s=240, SEGAPP_TRUST_PARTS="1").returncode == 0
     Invariants.assert_nothing_lost(job.run)
     assert difference_from_one_process(job.run) < TOLERANCE
+
+
+@pytest.mark.faults_long
+@case(
+    "M06",
+    how="the cable of one of two machines is cut for longer than its ranks live, and healed",
+    passes="the machine comes back by itself, both end with 0, the course holds; SIGTERM ends its wait at once",
+)
+@pytest.mark.parametrize("is_healed", [True, False], ids=["healed", "SIGTERM"])
+def test_machine_that_was_cut_off_comes_back_by_itself(new_job: NewJob, is_healed: bool) -> None:
+    job = new_job("2", steps=40)
+    job.wait_for_step(8)
+    job.machines[2].cut()
+    job.wait_for(lambda: "lost: 10.77.0.1:29500 " in job.log(2).read_text())
+    if is_healed:
+        job.machines[2].heal()
+        assert job.codes() == {1: 0, 2: 0}, job.text()
+        assert rounds(job)[-1] == ("finished", 0)
+        assert difference_from_one_process(job.run) < TOLERANCE
+    else:
+        sent_s = time.monotonic()
+        job.agents[2].send(signal.SIGTERM)
+        assert job.codes(2)[2] in (75, 143)
+        assert time.monotonic() - sent_s < 5
+    Invariants.assert_nothing_lost(job.run)
 
 
 @pytest.mark.faults_long
