@@ -139,28 +139,7 @@ class Gpu(Accelerator):
         """See the base class; the host does not wait. The copy has the strides of a dense tensor."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        return host, self.record_event(tensor.device).query
-
-    def lock_pages(self, *memory: Tensor) -> None:
-        """Page-lock memory that torch has not allocated; raise OSError if that is not possible, as without CUDA."""
-        try:
-            for each in memory:
-                portable = 1  # cudaHostRegisterPortable: for every device
-                self._torch.check_error(self._torch.cudart().cudaHostRegister(each.data_ptr(), each.nbytes, portable))
-        except RuntimeError as error:
-            with contextlib.suppress(RuntimeError):
-                self.unlock_pages(*memory)
-                torch.zeros(1, device=self.kind)  # CUDA would report the error to the next kernel, too
-            raise OSError(f"the memory cannot be page-locked: {error}") from error
-
-    def unlock_pages(self, *memory: Tensor) -> None:
-        """Revert `lock_pages`; no device may copy from the memory any more."""
-        for each in memory:
-            self._torch.cudart().cudaHostUnregister(each.data_ptr())
-
-    def record_event(self, device: torch.device) -> Any:
-        """Return an event after the work that was issued to the device's current stream; it can be waited for."""
-        return self._torch.current_stream(device).record_event()
+        return host, self._torch.current_stream(tensor.device).record_event().query
 
     def rng_state(self, device: torch.device) -> Tensor:
         return self._torch.get_rng_state(device)  # type: ignore[no-any-return]

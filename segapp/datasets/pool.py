@@ -1,8 +1,8 @@
 """Batches loaded in this process or in worker processes that live as long as the pool.
 
-Workers load a batch together, each a part of it. In a training they write their samples into a ring of batches, which
-the trainer reads in place; otherwise they pass their parts on in shared memory, and the trainer joins them. They
-continue with the batches that follow a pass, so the next pass does not wait for its first ones.
+Workers load a batch together, each a part of it. In a training on the CPU they write their samples into a ring of
+batches, which the trainer reads in place; otherwise they pass their parts on in shared memory, and the trainer joins
+them. They continue with the batches that follow a pass, so the next pass does not wait for its first ones.
 
 Every failure (an exception of any kind, a second killed worker, a worker that hangs) raises one error that names the
 file. No global random generator is used.
@@ -10,7 +10,6 @@ file. No global random generator is used.
 Shapes: N images per batch, B bands, H, W height and width in pixels.
 """
 
-import contextlib
 import logging
 import math
 import mmap
@@ -35,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from segapp.accelerator import gpu_of
 from segapp.compat.torch import loader_workers, replace_done_event, set_within, shut_down_workers
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import shown
@@ -48,10 +46,6 @@ from segapp.run.words import first_line
 
 _POLL_S = 1.0
 
-RINGS_FOR_GPUS = False
-"""True to load the batches of GPUs in a page-locked ring, which is not done until equal bytes in 1,000 batches were
-shown on a GPU (tests/gpu/test_ring_gpu.py)."""
-
 logger = logging.getLogger("segapp")
 
 
@@ -63,7 +57,6 @@ class LoadOptions:
     timeout_s: float = 120.0  # maximum wait for a batch from the workers; 0: no limit
     pin_memory: bool = False  # return batches in page-locked memory
     accumulate: int = 1  # batches that are in use at the same time
-    devices: tuple[torch.device, ...] = ()  # to which batches are copied
 
 
 @dataclass
@@ -154,11 +147,11 @@ class _Ring:
     and is not limited by the size of /dev/shm.
 
     Raises:
-        OSError: There is too little memory, or it cannot be page-locked.
+        OSError: There is too little memory.
     """
 
     def __init__(self, dataset: SegmentationDataset, batch_size: int, options: LoadOptions) -> None:
-        self._num_slots, self._accumulate = num_slots(options.accumulate), options.accumulate
+        self._num_slots = num_slots(options.accumulate)
         slots, size = (self._num_slots, batch_size), getattr(dataset.transform, "crop_px", ())
         images = (*slots, dataset.pixels.num_bands, *size), dataset.pixels.numpy_dtype
         target = (*slots, *size), dataset.scheme.dtype
@@ -167,34 +160,12 @@ class _Ring:
         if free is not None and needed > free // 2:
             raise OSError(f"{needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB of memory are free")
         self._images, self._target = _forked(*images), _forked(*target)
-        self._devices = options.devices if options.pin_memory else ()
-        self._gpu = gpu_of(self._devices[0]) if self._devices else None
-        # For each slot, an event on each device that follows the copies from it
-        self._copied: list[list[Any]] = [[] for _ in range(self._num_slots)]
-        if self._gpu is not None:
-            self._gpu.lock_pages(self._images, self._target)
 
     def place(self, part: _BatchPart) -> Batch:
         """Return the place of a part, or of a whole batch."""
         slot, rows = part.batch % self._num_slots, slice(part.first, part.first + len(part.keys))
         indices = tuple(key.image for key in part.keys)
         return Batch(self._images[slot, rows], self._target[slot, rows], indices)
-
-    def begin(self, number: int) -> None:
-        """Wait until devices have copied the batch whose slot workers may write while batch `number` is received."""
-        for event in self._copied[(number - self._accumulate - 1) % self._num_slots]:
-            event.synchronize()
-        if self._gpu is not None:  # the step with this batch is issued, so an event of now follows its copies
-            events = [self._gpu.record_event(device) for device in self._devices]
-            self._copied[(number - self._accumulate) % self._num_slots] = events
-
-    def close(self) -> None:
-        """Unlock the pages when no device copies from them; batches that were returned keep the memory."""
-        if self._gpu is not None:
-            with contextlib.suppress(RuntimeError):  # a GPU that failed copies nothing
-                for device in self._devices:
-                    self._gpu.synchronize(device)
-            self._gpu.unlock_pages(self._images, self._target)
 
 
 def _forked(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
@@ -397,8 +368,6 @@ class BatchPool:
         if self._workers:
             self._work.begun.popleft()
             self._work.number += 1
-        if ring is not None:
-            ring.begin(number)
         try:
             loaded = [self._next(part) for part in self._work.parts(batch, number)]
             if ring is not None:
@@ -452,12 +421,8 @@ class BatchPool:
         self._iterator = iterator
 
     def _new_ring(self) -> _Ring | None:
-        """Return a ring for new workers; None if they pass their parts on in shared memory."""
-        if (
-            self._ring_size is None
-            or not hasattr(self._dataset.transform, "crop_px")
-            or (self.options.pin_memory and not RINGS_FOR_GPUS)
-        ):
+        """Return a ring for new workers; None if they pass their parts on, as for a GPU, whose batches are pinned."""
+        if self._ring_size is None or self.options.pin_memory or not hasattr(self._dataset.transform, "crop_px"):
             return None
         try:
             return _Ring(self._dataset, self._ring_size, self.options)
@@ -466,8 +431,8 @@ class BatchPool:
             return None
 
     def _build(self) -> "DataLoader[Any]":
-        has_ring, ahead = self._guarded.ring is not None, 2 * self._num_parts  # two batches per worker, in parts
-        if has_ring:  # 4 to 6 batches of all workers
+        ahead = 2 * self._num_parts  # two batches per worker, in parts
+        if self._guarded.ring is not None:  # 4 to 6 batches of all workers
             ahead = max(1, BATCHES_AHEAD * self._num_parts // self._workers)
         return DataLoader(
             self._guarded,
@@ -475,7 +440,7 @@ class BatchPool:
             sampler=self._work,
             collate_fn=_unchanged,
             num_workers=self._workers,
-            pin_memory=self.options.pin_memory and not has_ring,  # parts, to join them then without page faults
+            pin_memory=self.options.pin_memory,  # parts, to join them then without page faults
             prefetch_factor=ahead,
             timeout=_POLL_S,
             worker_init_fn=start_worker,
@@ -558,8 +523,6 @@ class BatchPool:
         """Stop the workers; kill those that do not respond within seconds."""
         if shut_down_workers(self._iterator):
             self._kill(range(self._workers))
-        if self._guarded.ring is not None:
-            self._guarded.ring.close()
         self._loader = self._iterator = self._guarded.ring = None
         self._guarded.slots[:] = [0] * len(self._guarded.slots)  # killed workers leave their samples there
         self._work.begun.clear()

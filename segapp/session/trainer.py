@@ -377,7 +377,7 @@ def _build_loaders(
         train_set,
         config.train.batch_size,
         seed=config.seed,
-        options=dataclasses.replace(options, accumulate=config.train.accumulate, devices=engine.network.devices),
+        options=dataclasses.replace(options, accumulate=config.train.accumulate),
         rank=rank,
         world_size=world_size,
         order=order,

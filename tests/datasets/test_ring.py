@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import RawArray
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,72 +131,11 @@ def test_batch_is_valid_until_a_step_and_one_are_asked_for(recorder: Recorder, a
     loader.close()
 
 
-class LateDevice:
-    """Stands for a GPU that makes the copies of a step only when the host waits for an event after them."""
-
-    def __init__(self) -> None:
-        self.issued: list[Batch] = []
-        self.copied: list[Batch] = []
-        self.locked: list[int] = []
-        self.can_lock = True
-
-    def lock_pages(self, *memory: torch.Tensor) -> None:
-        if not self.can_lock:
-            raise OSError("the memory cannot be page-locked: no")
-        self.locked += [each.data_ptr() for each in memory]
-
-    def unlock_pages(self, *memory: torch.Tensor) -> None:
-        for each in memory:
-            self.locked.remove(each.data_ptr())
-
-    def record_event(self, device: torch.device) -> SimpleNamespace:
-        count = len(self.issued)
-        return SimpleNamespace(synchronize=lambda: self.synchronize(device, count))
-
-    def synchronize(self, device: torch.device, count: int | None = None) -> None:
-        self.copied += map(copied, self.issued[len(self.copied) : count])
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    device = LateDevice()
-    monkeypatch.setattr(pool_module, "gpu_of", lambda _: device)
-    return device
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_slot_is_written_after_the_copies_of_its_step(
-    recorder: Recorder, late: LateDevice, monkeypatch: pytest.MonkeyPatch, accumulate: int
-) -> None:
-    devices = (torch.device("cuda", 0), torch.device("cuda", 2))
-    options = LoadOptions(2, pin_memory=True, accumulate=accumulate, devices=devices)
-    loader = TrainLoader(recorder.dataset, 2, seed=SEED, options=options)
-    assert loader.pool._new_ring() is None, "until a GPU has shown equal bytes"
-    monkeypatch.setattr(pool_module, "RINGS_FOR_GPUS", True)
-    for epoch in range(1, 6):
-        group: list[Batch] = []
-        for batch in loader.epoch(epoch, last_epoch=5):
-            group.append(batch)
-            if len(group) == accumulate:
-                late.issued += group
-                group = []
-            assert len(late.issued) - len(late.copied) <= 3 * accumulate, "the host is at most a few steps ahead"
-        assert len(late.locked) == 2
-    loader.close()
-    assert late.locked == []
-    assert_batches(late.copied, keys_of(range(1, 6), 2), recorder.dataset)
-    assert len(late.copied) == 5 * 6
-
-
-def test_without_room_or_locked_pages_there_is_no_ring(
-    recorder: Recorder, late: LateDevice, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_without_room_or_for_a_gpu_there_is_no_ring(
+    recorder: Recorder, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images and masks of 24 x 32 pixels take 3,072 bytes: eight slots of five take 122,880."""
-    late.can_lock = False
-    with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "RINGS_FOR_GPUS", True)
-        options = LoadOptions(2, pin_memory=True, devices=(torch.device("cuda", 0),))
-        assert TrainLoader(recorder.dataset, 5, options=options).pool._new_ring() is None
+    assert TrainLoader(recorder.dataset, 5, options=LoadOptions(2, pin_memory=True)).pool._new_ring() is None
     for free in (2 * 122_880, 2 * 122_880 - 1):
         monkeypatch.setattr(pool_module, "available_bytes", lambda free=free: free)
         loader = TrainLoader(recorder.dataset, 5, seed=SEED, options=LoadOptions(2))
@@ -205,7 +143,6 @@ def test_without_room_or_locked_pages_there_is_no_ring(
         assert (loader.pool._guarded.ring is None) == (free < 2 * 122_880)
         loader.close()
     assert [message.partition(":")[0] for message in told] == [
-        "no ring of shared batches (the memory cannot be page-locked",
         "no ring of shared batches (0 MiB, and 0 MiB of memory are free)",
     ]
 

@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 import segapp
-from segapp.datasets import pool
 from segapp.onboarding.init import InitRequest, propose_config
 from tests.gpu.cases import Case
 from tests.support.runs import draw_tiny_data
@@ -41,19 +39,14 @@ RUN_S = 60.0
 
 
 def camvid_cases(device: str) -> list[Case]:
-    """Return cases: DeepLabV3-R50 on CamVid, with batches in the ring of shared memory and without."""
-    place = torch.device(device)
-    return [
-        Case(f"CamVid, ring {'on' if ring else 'off'}", partial(_camvid_row, place, ring)) for ring in (True, False)
-    ]
+    """Return a case: DeepLabV3-R50 on CamVid."""
+    return [Case("CamVid", partial(_camvid_row, torch.device(device)))]
 
 
-def _camvid_row(place: torch.device, ring: bool) -> dict[str, Any]:
+def _camvid_row(place: torch.device) -> dict[str, Any]:
     is_gpu = place.type == "cuda"
     keys = {**CAMVID_KEYS, "data.root": str(CAMVID), "train.epochs": 12} if is_gpu else {"train.steps": 5}
-    with mock.patch.object(pool, "RINGS_FOR_GPUS", ring):
-        row = _trained("camvid.yaml" if is_gpu else "demo.yaml", keys)
-    return {"ring": "on" if ring else "off", **row}
+    return _trained("camvid.yaml" if is_gpu else "demo.yaml", keys)
 
 
 def init_cases(device: str) -> list[Case]:

@@ -123,7 +123,7 @@ ROWS = (
     ),
     ScheduledRow(
         "camvid",
-        "DeepLabV3-R50 on CamVid, 4 data workers, with and without the ring of shared batches",
+        "DeepLabV3-R50 on CamVid, 4 data workers",
         "alone",
         1.5,
         cases="tests.gpu.figures_runs:camvid_cases",
