@@ -109,7 +109,6 @@ class Gpu(Accelerator):
         return int(self._torch.current_device())
 
     def facts(self, device: torch.device) -> GpuFacts:
-        """Return the properties of a device."""
         found = self._torch.get_device_properties(device)
         uuid = str(getattr(found, "uuid", "")).removeprefix("GPU-")
         if torch.version.hip:
@@ -158,11 +157,9 @@ class Gpu(Accelerator):
         return int(self._torch.memory_reserved(device))
 
     def peak_reserved_bytes(self, device: torch.device) -> int:
-        """Return the largest memory that the allocator has held."""
         return int(self._torch.max_memory_reserved(device))
 
     def pop_peak_bytes(self, device: torch.device) -> int:
-        """Return the highest memory of live tensors since the last call, and reset it."""
         peak = int(self._torch.max_memory_allocated(device))
         self._torch.reset_peak_memory_stats(device)
         return peak
@@ -172,7 +169,6 @@ class Gpu(Accelerator):
         return bool(self._torch.memory_stats(device).get("num_ooms", 0))
 
     def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
-        """Set the most memory that the allocator may hold."""
         total = self._torch.get_device_properties(device).total_memory
         self._torch.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
@@ -264,7 +260,6 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def random_states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    """Return the states of torch's generators of these devices."""
     return {
         device: torch.get_rng_state() if (gpu := gpu_of(device)) is None else gpu.rng_state(device)
         for device in devices
@@ -306,7 +301,6 @@ def all_random_states_kept() -> Iterator[None]:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point type of a device: float64, or float32 if it has no float64."""
     return torch.float64 if accelerator_of(device).has_float64(device) else torch.float32
 
 

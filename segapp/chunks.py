@@ -243,7 +243,6 @@ def check_count(name: str, value: SupportsIndex, *, least: int | None = 0, more:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raise ValueError for anything but a number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise ValueError(f"{name}={value!r}: give a number above 0")
 
@@ -268,7 +267,6 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, words: Sequence[str]) -> None:
-    """Raise ValueError for anything but one of the words."""
     if not isinstance(value, str) or value not in words:
         raise ValueError(f"{name}={value!r}: give one of {', '.join(words)}")
 

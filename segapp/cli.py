@@ -26,7 +26,6 @@ app = typer.Typer(
 
 
 def option(flag: str, help: str, metavar: str = "FILE", **options: Any) -> Any:
-    """Return an option with a value, by default the name of a file."""
     return typer.Option(flag, metavar=metavar, help=help, **options)
 
 

@@ -220,7 +220,6 @@ def free_or(advice: str, error: Exception) -> str:
 
 @contextlib.contextmanager
 def storage_errors(path: str | os.PathLike[str], advice: str = "choose another --out") -> Iterator[None]:
-    """Raise StorageError about `path` instead of an OSError."""
     try:
         yield
     except OSError as error:
@@ -249,7 +248,6 @@ def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:
 
 
 def some_names(names: Collection[str], most: int = 2) -> str:
-    """Return the first names and the number of the rest."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(list(names)[:most]) + rest
 

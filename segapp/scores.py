@@ -81,7 +81,6 @@ def score_named(name: str) -> Score:
 
 
 def dice_of(iou: float | None) -> float | None:
-    """Return the Dice coefficient of a class from its IoU, a share."""
     return 2 * iou / (1 + iou) if iou is not None and iou >= 0 else None
 
 
@@ -203,7 +202,6 @@ def loss_text(value: float | None, *, is_known: bool, spec: str = ".4f") -> str:
 
 
 def score_text(value: float | None) -> str:
-    """Return a score with four decimals; "-" for None."""
     return "-" if value is None else f"{value:.4f}"
 
 

@@ -17,7 +17,6 @@ from segapp.models.eomt import NUM_QUERIES
 
 
 def criterion_of(config: RunConfig, scheme: ClassScheme, weights_of: Callable[[str], list[float]]) -> AdditiveCriterion:
-    """Return the criterion of a config for these classes; see `build_criterion`."""
     queries = int(config.model.options.get("num_queries", NUM_QUERIES))
     is_multilabel = scheme.multilabel is not None
     sizes = scheme.num_classes, scheme.ignore_index

@@ -235,6 +235,5 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
 
 
 def build_mix(data: DataConfig, ignore_index: int) -> PairMix | None:
-    """Return the transform that mixes training samples; None if they are not mixed."""
     is_mixed = data.cutmix + data.classmix > 0
     return PairMix(data.cutmix, data.classmix, ignore_index) if is_mixed else None

@@ -43,7 +43,6 @@ class DevicePlan:
 
     @property
     def description(self) -> str:
-        """One line for the user: devices, mode and the reasons."""
         names = ", ".join(str(device) for device in self.devices)
         mode = f"mode {self.mode} (auto: {self.mode_reason})" if self.mode_reason else f"mode {self.mode}"
         return f"devices: {names} ({self.reason}), {mode}"
@@ -236,7 +235,6 @@ def set_tf32(matmul: bool, convolution: bool) -> None:
 
 
 def _tf32() -> tuple[bool, bool]:
-    """Return True for each of matrix products and convolutions that use TF32."""
     matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return matmul.fp32_precision == "tf32", convolution.fp32_precision == "tf32"
 

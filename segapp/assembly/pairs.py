@@ -69,7 +69,6 @@ def build_pixels(data: DataConfig) -> PixelFormat:
 
 
 def px_bytes(pixels: PixelFormat, scheme: ClassScheme) -> int:
-    """Return the bytes of a pixel of an image and its mask."""
     return pixels.num_bands * pixels.numpy_dtype.itemsize + scheme.dtype.itemsize
 
 

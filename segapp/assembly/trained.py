@@ -64,7 +64,6 @@ class TrainedModel(TrainedState):
     device: torch.device = field(kw_only=True)
 
     def dataset(self, split: str, data: DataConfig | None = None) -> SegmentationDataset:
-        """Return a split for an evaluation, by default of the training's data."""
         with using_copies(self.copies):
             data, seed = data or self.config.data, self.config.seed
             return build_dataset(data, self.scheme, split, is_training=False, seed=seed)

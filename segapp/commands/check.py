@@ -242,7 +242,6 @@ def _files(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> tuple
 
 
 def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, list[float]]:
-    """Return the class weights of every rule, from the masks of a split; empty if there are none."""
     if scheme.multilabel is not None or not any(report.targets.frequencies.pixels):
         return {}
     return {rule: class_weights(rule, report.targets.frequencies) for rule in RULES}

@@ -30,7 +30,6 @@ Checks = Iterator[tuple[str, bool]]
 
 
 def _reloaded(state: Any) -> Any:
-    """Return a state as it is after it was saved in a checkpoint and loaded."""
     torch.save(state, file := io.BytesIO())
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 

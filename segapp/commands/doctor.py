@@ -56,7 +56,6 @@ def print_doctor(*, as_json: bool) -> int:
 
 
 def missing(findings: Sequence[Diagnosis]) -> list[str]:
-    """Return the names of the missing things without which no training runs."""
     return [finding.name for finding in findings if finding.is_required and finding.state == "missing"]
 
 
@@ -79,7 +78,6 @@ def report_lines(findings: Sequence[Diagnosis]) -> list[str]:
 
 
 def _install(*requirements: str, again: bool = False) -> str:
-    """Return the command that installs packages into this environment; `again` reinstalls them."""
     words = " ".join(map(shlex.quote, requirements))
     return f"uv pip install --python {shlex.quote(sys.executable)} {'--reinstall ' if again else ''}{words}"
 

@@ -47,7 +47,6 @@ def print_models(pattern: str | None, size: str, *, as_json: bool) -> None:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Return height and width in `--size`."""
     height, _, width = text.lower().partition("x")
     if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
         raise ConfigError(f"--size {text}: write HEIGHTxWIDTH in pixels, e.g. 512x512")
@@ -92,7 +91,6 @@ def matching_names(pattern: str | None) -> list[ModelName]:
 
 
 def all_names() -> list[ModelName]:
-    """Return all networks that a config can name."""
     import timm
     from segmentation_models_pytorch.encoders import encoders
 

@@ -24,7 +24,6 @@ _FIRST_GPU = "GPU 0 is the first of parallel.devices; with auto, the GPU with th
 
 
 def print_plan(config_name: str | None, overrides: Sequence[str], gpus: str | None, *, as_json: bool = False) -> None:
-    """Plan the memory of a config, and print it."""
     config = load_runnable(named_config(config_name, overrides, "name a config"), overrides)
     specs = gpu_specs(gpus)
     if gpus == "here" and config.train.precision == "auto":

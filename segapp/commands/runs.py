@@ -63,7 +63,6 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def print_status(run: str, *, as_json: bool) -> None:
-    """Print the state and progress of a run."""
     facts = summarize(find_run(run).path).as_json()
     if as_json:
         print(json.dumps(facts, indent=2))

@@ -213,7 +213,6 @@ def _num_saves(section: CheckpointConfig, timetable: Timetable, seconds: float, 
 
 
 def report_lines(config: RunConfig, measured: Measured, full: Mapping[str, Any]) -> list[str]:
-    """Return the report as lines of text."""
     peaks = ", ".join(f"{device} {mib:.0f} MiB" for device, mib in full["peak_mib"].items())
     workers = {"auto": ", plus the data workers", 0: ""}.get(
         config.data.workers, f", plus {config.data.workers} data workers"

@@ -104,7 +104,6 @@ class TrainerProcess:
         return code
 
     def error_lines(self) -> list[str]:
-        """Return the trainer's output from its error message on; empty without an error."""
         lines = self._lines()
         first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), len(lines))
         return lines[first:]

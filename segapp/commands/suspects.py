@@ -308,7 +308,6 @@ def _judge(
 
 
 def reason_of(suspect: Suspect) -> str:
-    """Return the problem of a region in words."""
     names, region = suspect.judged.dataset.scheme.names, suspect.region
     given, seen = names[region.given], names[region.suggested]
     return {
@@ -336,7 +335,6 @@ def rows_of(found: JudgedMasks) -> list[dict[str, Any]]:
 
 
 def template_values(found: JudgedMasks) -> dict[str, Any]:
-    """Return the values for the template of the page."""
     scheme = found.images[0].dataset.scheme
     return {
         "found": found,

@@ -62,7 +62,6 @@ class SweepRun:
 
     @property
     def state(self) -> str:
-        """State of the run; `waiting` before it begins."""
         return run_state(self.folder.path) if is_run(self.folder.path) else "waiting"
 
     @property

@@ -87,7 +87,6 @@ def operator_name(operator: Any) -> str:
 
 
 def named_arguments(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by name, including defaults."""
     arguments = operator._schema.arguments
     defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
     return defaults | dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
@@ -215,22 +214,18 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def schema_names(func: Any) -> frozenset[str]:
-    """Return the names of the arguments of an operator."""
     return frozenset(argument.name for argument in func._schema.arguments)
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's own parameters, including None entries."""
     return module._parameters
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary of a module's own buffers, including None entries."""
     return module._buffers
 
 
 def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dictionary of a module's children, including None entries."""
     return module._modules
 
 

@@ -81,7 +81,6 @@ def _known_configs(places: Iterable[Path]) -> str:
 
 
 def is_config_name(word: str) -> bool:
-    """Return True if a word looks like a config file, or is the name of a config."""
     return Path(word).suffix in {".yaml", ".yml"} or any(os.path.isfile(place) for place in config_places(word))
 
 
@@ -211,7 +210,6 @@ def check_code(
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in nested values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):

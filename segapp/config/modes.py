@@ -51,7 +51,6 @@ def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
 
 
 def check_mode(config: RunConfig, mode: Mode) -> None:
-    """Raise ConfigError if a feature that the config uses does not work in a mode."""
     for feature in unsupported(config, mode):
         raise ConfigError(f"{feature.key} {feature.problem(mode)}", key=feature.key)
 

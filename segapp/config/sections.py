@@ -334,7 +334,6 @@ class ScheduleConfig(Section):
     _checked = checked_options(SCHEDULES)
 
     def num_warmup_steps(self, total_steps: int) -> int:
-        """Return the steps of the warm-up in a run of `total_steps`."""
         if isinstance(self.warmup_steps, int):
             return self.warmup_steps
         return round(float(self.warmup_steps.removesuffix("%")) / 100 * total_steps)

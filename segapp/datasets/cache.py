@@ -329,7 +329,6 @@ def _stamp(pair: ImagePair) -> str | None:
 
 
 def _digest(parts: Iterable[str]) -> str:
-    """Return 64 bits of some words as 16 hexadecimal digits."""
     return hashlib.blake2b("\0".join(parts).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 

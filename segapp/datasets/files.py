@@ -87,7 +87,6 @@ class ImagePair:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The image, all mask files and their valid area."""
         return (self.image, *self.masks, *filter(None, [self.valid_area]))
 
 
@@ -241,7 +240,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def damaged(path: Path, error: BaseException | str) -> DataError:
-    """Return the error for a file whose pixels cannot be decoded."""
     reason = error if isinstance(error, str) else _first_line(error)
     return DataError(
         f"{shown(path)}: cannot be decoded ({reason}): the file is damaged; copy or download it again", path=path

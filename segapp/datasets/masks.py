@@ -329,7 +329,6 @@ def all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> Unkno
 
 
 def summary_of_ids(unknown: UnknownIds) -> str:
-    """Return a sentence with the ids, the number of masks and the likely cause."""
     plural = "masks hold" if unknown.num_masks > 1 else "mask holds"
     return f"{unknown.num_masks} {plural} ids outside the classes: {name_ids(unknown.pixels)}. {unknown.cause}"
 

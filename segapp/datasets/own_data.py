@@ -40,7 +40,6 @@ class OwnData:
         return len(self.source)
 
     def name(self, index: int) -> str:
-        """Return the name of an image: from the object, if it has names, else split and index."""
         return str(self.source.name(index)) if hasattr(self.source, "name") else f"{self.split}[{index}]"
 
     def pairs(self, indices: Sequence[int] | None = None) -> list[OwnPair]:

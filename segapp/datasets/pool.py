@@ -202,7 +202,6 @@ class _GuardedDataset(Dataset["Batch | SegappError | None"]):
             self.slots[slot] = 0
 
     def _no_samples(self) -> Batch:
-        """Return a batch of 0 images of the transform's size."""
         size = getattr(self.dataset.transform, "crop_px", (0, 0))
         target = torch.from_numpy(np.empty((0, *size), self.dataset.scheme.dtype))
         pixels = self.dataset.pixels
@@ -363,7 +362,6 @@ class BatchPool:
             raise RuntimeError("this iterator over the data ended because a later one started")
 
     def _load(self, batch: list[SampleKey]) -> Batch:
-        """Return the next batch."""
         number, ring = self._work.number, self._guarded.ring
         if self._workers:
             self._work.begun.popleft()

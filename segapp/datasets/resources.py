@@ -92,7 +92,6 @@ def usable_cores() -> float:
 
 
 def cores_of_rank() -> float:
-    """Return the processors for this process: the usable ones divided by the number of torchrun's ranks here."""
     return usable_cores() / _ranks_here()
 
 

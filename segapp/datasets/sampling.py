@@ -80,7 +80,6 @@ def uniform_order(num_samples: int, seed: int) -> Order:
 
 
 def _endless(values: Sequence[int], generator: np.random.Generator) -> Iterator[int]:
-    """Yield the values in one random order after another."""
     while True:
         yield from (int(values[at]) for at in generator.permutation(len(values)))
 

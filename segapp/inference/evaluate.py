@@ -129,7 +129,6 @@ class EvaluationCounts:
         self._settings = settings
 
     def add(self, counts: Tensor, statistics: Sequence[Tensor]) -> None:
-        """Add the pixel counts and the loss statistics of images, or of a tile of them."""
         self.confusion.matrix.add_(counts)
         for own, new in zip(self._statistics, statistics, strict=True):
             own += new.to(own.device)

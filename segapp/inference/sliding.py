@@ -138,7 +138,6 @@ class Inference:
 
     @property
     def multilabel(self) -> bool:
-        """True if a pixel may have several classes."""
         return self.threshold is not None
 
     def labels(self, views: Tensor | list[View], size: tuple[int, int]) -> Tensor:

@@ -81,7 +81,6 @@ class AllocatorCounters:
         return None
 
     def read(self) -> dict[str, float | None]:
-        """Return the memory of live tensors, and of live tensors with the allocator's cache."""
         allocated, reserved = self._gpu.allocated_bytes(self._device), self._gpu.reserved_bytes(self._device)
         return {"allocated_mib": allocated / 2**20, "reserved_mib": reserved / 2**20}
 
@@ -170,7 +169,6 @@ def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], fir
 
 
 def device_info_of(device: torch.device) -> DeviceInfo:
-    """Return the known facts about a device of this process."""
     gpu = gpu_of(device)
     if gpu is None:
         return DeviceInfo(str(device), total_mib=host_memory_mib(), pid=os.getpid())

@@ -250,7 +250,6 @@ class _LatestAnswer(Generic[T]):
             self._thread.join(0.2)  # a healthy one answers in a few hundredths of a second
 
     def newer_than(self, age_s: float) -> T | None:
-        """Return the answer; None if it is older than `age_s` seconds."""
         return self.answer if time.monotonic() - self._answered_s <= age_s else None
 
     def _run(self) -> None:

@@ -87,7 +87,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.allocations[self._alive[storage_key(tensor)][0]].kind = kind
 
     def kind_of(self, tensor: Tensor) -> str | None:
-        """Return the kind of a tensor's storage; None if it is not recorded."""
         number, _ = self._alive.get(storage_key(tensor), (None, None))
         return None if number is None else self.allocations[number].kind
 

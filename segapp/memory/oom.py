@@ -158,12 +158,10 @@ def release(error: BaseException, device: torch.device) -> None:
 
 
 def headline(report: events.Oom) -> str:
-    """Return one line with the device, the phase and the action."""
     return f"out of memory on {report.device} (device {report.index}) in {report.phase}: {report.action}"
 
 
 def report_lines(report: events.Oom) -> list[str]:
-    """Return the report as lines of text."""
     lines = [
         headline(report),
         f"  when       epoch {report.epoch}, after step {report.step}",

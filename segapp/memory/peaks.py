@@ -60,7 +60,6 @@ class SimulationResult:
     devices: tuple[dict[str, PhasePeak], ...]
 
     def peak_mib(self) -> tuple[float, ...]:
-        """Return each device's highest peak over all phases, MiB."""
         return tuple(max((peak.mib for peak in phases.values()), default=0.0) for phases in self.devices)
 
 
@@ -137,7 +136,6 @@ class Line:
         return cls(fixed or 0.0, slope or 0.0)
 
     def at(self, samples: int) -> float:
-        """Return the value, at least 0."""
         return max(0.0, self.fixed + self.per_sample * samples)
 
 
@@ -169,7 +167,6 @@ class DeviceLines:
         return {phase: max(each.total.at(samples) for each in lines) for phase, lines in self.phases.items()}
 
     def peaks(self, samples: int) -> dict[str, PhasePeak]:
-        """Return phase -> peak."""
         return {
             phase: max((each.at(samples) for each in lines), key=lambda peak: peak.mib)
             for phase, lines in self.phases.items()
@@ -204,7 +201,6 @@ class PlannedPeaks:
         return tuple(lines.phase_mib(samples) for lines, samples in self._devices(split))
 
     def peak_mib(self, split: Sequence[int]) -> tuple[float, ...]:
-        """Return the highest peak of each device over all phases, MiB."""
         return tuple(max(phases.values(), default=0.0) for phases in self.phase_mib(split))
 
     def _devices(self, split: Sequence[int]) -> Iterator[tuple[DeviceLines, int]]:
@@ -297,7 +293,6 @@ class PeakModel:
         )
 
     def peak_mib(self, split: Sequence[int]) -> tuple[float | None, ...]:
-        """Return the peak of each device under a split, MiB; None where it is unknown."""
         return tuple(peak.mib for peak in self.peak(split))
 
     def with_measured(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> PeakModel:

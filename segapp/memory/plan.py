@@ -85,7 +85,6 @@ class PlanRow:
     reason: str
 
     def fullest(self, gpus: Sequence[GpuSpec]) -> float:
-        """Return needed over available memory of the fullest GPU."""
         return max(mib / gpu.total_mib for mib, gpu in zip(self.peak_mib, gpus, strict=True))
 
     def rank(self, gpus: Sequence[GpuSpec]) -> tuple[float, int]:
@@ -105,7 +104,6 @@ class Fit:
 
     @property
     def note(self) -> str:
-        """The number of recomputed blocks of each device, in a sentence."""
         counts = "/".join(str(len(names)) for names in self.blocks_per_device)
         return f"train.recompute = auto: the memory plan chose {counts} blocks to recompute"
 
@@ -200,7 +198,6 @@ class Planner:
         return min(fitting, key=lambda row: row.fullest(self.gpus), default=None)
 
     def checker(self, batch_size: int) -> SplitChecker:
-        """Return the checker of the splits of a batch."""
         usable = (gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True))
         return SplitChecker(
             batch_size,
@@ -274,7 +271,6 @@ class SavedMemoryPlan:
 
     @classmethod
     def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> SavedMemoryPlan:
-        """Return the saved form of a plan."""
         row = plan.current or plan.best
         many = plan.batch_size + 8  # a batch at which the activations determine the peak
         shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()

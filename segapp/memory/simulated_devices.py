@@ -265,7 +265,6 @@ def _is_nhwc(tensor: Tensor) -> bool:
 
 
 def _nhwc_like(tensor: Tensor | None, *others: Tensor) -> Tensor | None:
-    """Return a tensor in NHWC if one of the others is."""
     if tensor is None or not any(map(_is_nhwc, others)):
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
@@ -308,7 +307,6 @@ def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor],
 
 
 def _as_parameter(new: Tensor, old: Tensor) -> Tensor:
-    """Return a new tensor as a parameter if the old tensor that it replaces is a parameter."""
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 

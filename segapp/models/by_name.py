@@ -174,7 +174,6 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
 
 
 def _torchvision_weights(name: str) -> Mapping[str, Any]:
-    """Return torchvision's named weights for a model."""
     from torchvision.models import get_model_weights, list_models
 
     return get_model_weights(name).__members__ if name in list_models() else {}  # with aliases: DEFAULT is one

@@ -16,7 +16,6 @@ INPUT_STRIDE = 8
 
 
 def critic_size(crop_px: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of a critic's input for crops of this size, in pixels."""
     return max(1, crop_px[0] // INPUT_STRIDE), max(1, crop_px[1] // INPUT_STRIDE)
 
 
@@ -46,7 +45,6 @@ class SelfAttention(nn.Module):
         self.strength = nn.Parameter(torch.zeros(1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return features (N, K, h, w) with attention added."""
         similarity = self.query(features).flatten(2).transpose(1, 2) @ self.key(features).flatten(2)
         attended = self.value(features).flatten(2) @ similarity.softmax(2).transpose(1, 2)
         result: Tensor = features + self.strength * attended.view_as(features)

@@ -85,7 +85,6 @@ def build_smp(
 
 
 def smp_architectures() -> dict[str, type[Any]]:
-    """Return smp's architectures by the names of their classes."""
     import segmentation_models_pytorch as smp
 
     return {cls.__name__: cls for cls in smp.MODEL_ARCHITECTURES_MAPPING.values()}
@@ -105,7 +104,6 @@ def _check_encoder(encoder: str) -> None:
 
 
 def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: list[str]) -> dict[str, Any]:
-    """Return the options as keyword arguments of the architecture."""
     # smp's PSPNet passes `output_stride` to its encoder; DeepLabV3 has the option under the longer name.
     renamed = {"encoder_output_stride": "output_stride"} if name == "PSPNet" else {}
     own = timm_options(encoder) - {*_RESERVED} if encoder.startswith("tu-") else set()

@@ -114,7 +114,6 @@ def build_torchvision(
 
 
 def torchvision_backbones() -> list[str]:
-    """Return the names of the backbones for the bare families: ResNets and MobileNetV3."""
     from torchvision.models import get_model_builder, list_models
 
     modules = ("torchvision.models.resnet", "torchvision.models.mobilenetv3")

@@ -12,7 +12,6 @@ def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> Confi
 
 
 def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -> None:
-    """Raise ConfigError for the first option that `owner` does not accept."""
     accepted = tuple(accepted)
     for option in options:
         if option not in accepted:

@@ -26,7 +26,6 @@ class OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; see the class."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)

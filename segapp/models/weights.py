@@ -222,7 +222,6 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
 
 
 def read_metadata(path: Path, key: str = "model.weights") -> dict[str, str]:
-    """Return the metadata of a safetensors file, text by name."""
     from safetensors import safe_open
 
     with _reading(path, key, "safetensors"), safe_open(path, "pt") as file:

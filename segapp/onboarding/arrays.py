@@ -179,7 +179,6 @@ def _pairs_of(tree: Tree, image: _Side, mask: _Side, *, several: bool) -> Iterat
 
 
 def _is_png(image: _Side, channels: Sequence[int]) -> bool:
-    """Return True for images of 8 bits with one or three channels."""
     return image.dtype is not None and image.dtype.name in ("uint8", "bool") and tuple(channels) in ((), (1,), (3,))
 
 

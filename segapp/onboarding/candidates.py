@@ -111,7 +111,6 @@ def _layout_question(question: str, candidates: Sequence[Layout]) -> OpenQuestio
 
 
 def evidence_of(candidate: Layout) -> str:
-    """Return how likely a candidate is, and why."""
     return f"{candidate.confidence:.0%} sure: {', '.join(candidate.evidence)}"
 
 

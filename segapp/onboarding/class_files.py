@@ -229,7 +229,6 @@ def _color(value: Any) -> Color:
 
 
 def described(found: ClassFile) -> str:
-    """Return a file and its contents as text."""
     kind = "by color" if found.colors else "by value" if found.ids else "in order"
     return f"{shown(found.source)} ({len(found.names)} names {kind})"
 

@@ -60,20 +60,16 @@ class MaskContent:
 
     @property
     def median_px(self) -> tuple[int, int]:
-        """Median height and width."""
         return int(median(h for h, _ in self.sizes_px)), int(median(w for _, w in self.sizes_px))
 
     @property
     def pixels(self) -> dict[Value, int]:
-        """Number of pixels by value or color."""
         return dict(self.values) | dict(self.colors)
 
     def pixels_of(self, stored: Value) -> int:
-        """Return the number of pixels of a value or a color."""
         return self.colors[stored] if isinstance(stored, tuple) else self.values[stored]
 
     def share(self, stored: Iterable[Value]) -> float:
-        """Return the share of the read pixels that have one of some values or colors."""
         return sum(map(self.pixels_of, stored)) / max(1, self.values.total() + self.colors.total())
 
     def percent(self, stored: Iterable[Value]) -> str:

@@ -138,7 +138,6 @@ class Annotations:
 
     @functools.cached_property
     def images(self) -> Images:
-        """The images of the folder."""
         return Images(self.tree)
 
     def add(self, path: str, said: str, objects: Field, sides: tuple[Any, Any]) -> None:
@@ -249,7 +248,6 @@ def size_said(height: Any, width: Any) -> Size | None:
 
 
 def check_size(size: Size | None, canvas: DrawnMask) -> None:
-    """Raise ValueError if an object says another size of its image than the others."""
     if size not in (None, canvas.drawn_px):
         raise ValueError(f"it was drawn on {by(size)} pixels, and others of its image on {by(canvas.drawn_px)}")
 
@@ -466,7 +464,6 @@ def _fill_inside(mask: Mask, points: Sequence[NDArray[np.float64]], value: int) 
 
 
 def area_of(ring: Corners) -> float:
-    """Return the area of a polygon."""
     x, y = ring.T
     return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
 

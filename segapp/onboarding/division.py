@@ -53,7 +53,6 @@ class Grouping:
 
     @property
     def num_groups(self) -> int:
-        """Number of different groups."""
         return len(set(self.groups))
 
     def examples(self, images: Sequence[str]) -> str:

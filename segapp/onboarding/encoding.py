@@ -439,7 +439,6 @@ def _classes_of_data(
 
 
 def _ask_about_palettes(why: str, choices: MaskChoices) -> None:
-    """Ask if ids or colors are the classes, for a reason."""
     if why and choices.masks is None:
         answers = {"colors": "each color is a class", "ids": "each value is a class, whatever its color"}
         raise open_question(why, "--masks", answers)

@@ -51,14 +51,12 @@ class Field:
         return Field(self.value.get(key), above + key)
 
     def __getitem__(self, key: str) -> Field:
-        """Return a field of an object that may not be missing or null."""
         found = self.get(key)
         if found.value is None:
             raise FieldError(f"{found.name} is missing")
         return found
 
     def items(self, least: int = 0, most: float = math.inf) -> list[Field]:
-        """Return the values of a list, which has at least and at most this many."""
         if not isinstance(self.value, list) or not least <= len(self.value) <= most:
             raise self.error("a list" + f" of {least}" * (least > 0) + " or more" * (most > least > 0))
         return [Field(value, f"{self.name}[{number}]") for number, value in enumerate(self.value)]
@@ -101,7 +99,6 @@ class Field:
         return number
 
     def whole(self) -> int:
-        """Return a whole number."""
         number = self.number()
         if number != int(number):
             raise self.error("a whole number")

@@ -47,7 +47,6 @@ class Fingerprint:
     has_sides: bool  # the same for quarter turns, which also exchange rows and columns
 
     def kept_of_classes(self, grid_px: int) -> list[float]:
-        """Return the Dice of each class that has pixels."""
         return [dice for dice in self.kept[grid_px] if dice is not None] or [1.0]
 
 

@@ -31,7 +31,6 @@ class DrawnMask:
 
     @property
     def num_px(self) -> int:
-        """Number of pixels of the image that was annotated."""
         return math.prod(self.drawn_px)
 
     def scaled(self, points: NDArray[np.float64], offset: float = 0.0) -> NDArray[np.float64]:
@@ -122,12 +121,10 @@ class Layout:
 
     @property
     def files(self) -> frozenset[tuple[str, str]]:
-        """Images and masks."""
         return frozenset((pair.image, pair.mask) for pair in self.pairs)
 
 
 def by_image(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
-    """Return pairs sorted by the bytes of their image paths."""
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.image)))
 
 

@@ -75,14 +75,12 @@ class Facts:
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder for the machine and its weights."""
         if self.machine.num_gpus:
             return GPU_ENCODER
         return RANDOM_CPU_ENCODER if self.weights_problem else CPU_ENCODER
 
 
 def config_text(facts: Facts) -> str:
-    """Return a config as YAML with comments."""
     content, division, found = facts.content, facts.division, facts.fingerprint
     assert found is not None  # measured by the time that a config is written
     height, width = content.median_px
@@ -101,7 +99,6 @@ def config_text(facts: Facts) -> str:
 
 
 def data_text(facts: Facts) -> str:
-    """Return the beginning of a config: its name, and what says how the data are read."""
     lines = (f"name: {json.dumps(facts.name, ensure_ascii=False)}", *_data_lines(facts))
     return "".join(f"{line}\n" for line in lines)
 
@@ -121,7 +118,6 @@ def fingerprint_lines(found: Fingerprint, names: Sequence[str]) -> list[str]:
 
 
 def _line(text: str, reason: str = "") -> str:
-    """Return a line of a config, with the reason for its value as a comment."""
     return f"{text}  # {printable(reason)}" if reason else text
 
 
@@ -162,7 +158,6 @@ eval:
 
 
 def _crop(content: MaskContent, cap: int) -> list[int]:
-    """Return height and width of the crop."""
     lengths = (sorted(size[axis] for size in content.sizes_px) for axis in (0, 1))
     return [max(32, min(cap, own[len(own) // 10] // 32 * 32)) for own in lengths]
 

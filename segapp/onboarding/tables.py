@@ -52,7 +52,6 @@ class Table:
 
     @property
     def num_columns(self) -> int:
-        """The number of columns in most rows."""
         return Counter(map(len, self.rows)).most_common(1)[0][0] if self.rows else 0
 
     def column(self, number: int) -> list[str]:

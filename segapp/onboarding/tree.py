@@ -157,12 +157,10 @@ class SurveyedImage:
 
     @cached_property
     def suffix(self) -> str:
-        """The extension with its dot, in lower case."""
         return os.path.splitext(self.path)[1].lower()
 
 
 def parse_file(path: str) -> SurveyedImage:
-    """Return an image file."""
     pattern: list[str] = []
     scenes: list[str] = []
     split = None

@@ -59,7 +59,6 @@ class SimulatedDevices(RealDevices):
         self._buckets: Buckets | None = None
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
-        """Return a copy of a module on a simulated device."""
         with without_dispatch_modes():
             plain = skeleton(copy.deepcopy(module))
         placed = place(plain, lambda _: str(device))

@@ -106,7 +106,6 @@ def compare_runs(
 
 
 def _row_of(folder: RunFolder) -> dict[str, Any]:
-    """Return name, state and key figures of a run."""
     summary = summarize(folder.path)
     if summary.figures["num_params"] is None:
         raise without_events(folder)

@@ -192,7 +192,6 @@ def write_report(
 
 
 def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_not: str) -> dict[str, Any]:
-    """Return the values for the template."""
     view = report.view
     assert view.start is not None
     names = list(view.start.classes)
@@ -255,7 +254,6 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
 
 
 def miou_curves(reports: Sequence[RunReport]) -> list[ChartCurve]:
-    """Return the mIoU over the steps of each run."""
     curves = []
     for color, report in enumerate(reports):
         vals = report.view.vals
@@ -301,7 +299,6 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
 
 
 def _of_class(val: object, field: str, number: int) -> float | None:
-    """Return a class's score in a `val` event; None if it has none."""
     values: Sequence[float | None] = getattr(val, field, None) or ()
     return values[number] if number < len(values) else None
 

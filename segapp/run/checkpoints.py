@@ -553,7 +553,6 @@ def _with_margin(need_bytes: int) -> int:
 
 
 def object_names(objects: Path) -> list[str]:
-    """Return the names of the objects on disk, sorted; none if the folder cannot be read."""
     try:
         return sorted(name for name in os.listdir(objects) if OBJECT_NAME.fullmatch(name))
     except OSError:

@@ -210,7 +210,6 @@ def open_new(path: Path, mode: int = 0o644) -> int:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all bytes, in as many calls as needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
@@ -366,7 +365,6 @@ def free_bytes(directory: Path) -> int:
 
 @contextlib.contextmanager
 def storage_errors_of(action: str, path: Path) -> Iterator[None]:
-    """Raise the `storage_error` instead of an OSError."""
     try:
         yield
     except OSError as error:

@@ -166,7 +166,6 @@ class ProcessId(BaseModel):
 
 
 def this_process() -> ProcessId:
-    """Return the identity of the calling process."""
     import psutil
 
     process = psutil.Process()

@@ -64,7 +64,6 @@ def _escaped(character: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its type if it has none."""
     return str(error).strip().partition("\n")[0].strip() or type(error).__name__
 
 
@@ -147,7 +146,6 @@ def size(num_bytes: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with aligned columns."""
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -176,7 +174,6 @@ def silence() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a line about the progress of a training."""
     if not getattr(_thread_local, "is_silent", False):
         print(text, flush=True)
 

@@ -58,7 +58,6 @@ def _announce(ranks: Ranks, what: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's global generators (weights, dropout)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -305,7 +304,6 @@ def _largest_px(data: DataConfig, train_set: SegmentationDataset, limit: ImageLi
 def _build_datasets(
     config: RunConfig, scheme: ClassScheme, ranks: Ranks, limit: ImageLimit | None
 ) -> tuple[SegmentationDataset, SegmentationDataset]:
-    """Build the training and the validation set."""
     train_split, val_split = split_names(config.data)
     num_train = None if limit is None else limit.num_batches * config.train.batch_size
     num_val = None if limit is None else limit.num_val

@@ -36,7 +36,6 @@ def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
 
 
 def worst_first(iou: Sequence[float | None]) -> list[int]:
-    """Return the positions by ascending IoU, absent classes last."""
     return sorted(range(len(iou)), key=lambda i: (iou[i] is None, iou[i] or 0.0))
 
 

@@ -61,7 +61,6 @@ class MemoryFallbacks:
         return TypeAdapter(MemoryFallbacks).validate_python(values)
 
     def joined(self, other: MemoryFallbacks) -> MemoryFallbacks:
-        """Return the combination of two sets of fallbacks."""
         windows = [window for window in (self.window_px, other.window_px) if window is not None]
         return MemoryFallbacks(
             max(self.num_pieces, other.num_pieces),
@@ -354,7 +353,6 @@ class OomPolicy:
         return final_error(self._report(report, action=action, advice=self._advice(report)))
 
     def _advice(self, report: Oom) -> list[str]:
-        """Return changes of the config that need less memory."""
         height, width = self._crop_px
         if report.phase == "eval":
             return [f"eval.slide=true eval.slide_px=[{height // 2},{width // 2}]", "eval.batch_size=1"]

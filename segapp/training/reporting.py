@@ -45,12 +45,10 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval."""
         self._began, self._paused_s = self._now(), self.spent_s("paused")
         self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
 
     def elapsed_s(self) -> float:
-        """Return the seconds of the interval, without pauses."""
         return self._now() - self._began - (self.spent_s("paused") - self._paused_s)
 
     @contextlib.contextmanager
@@ -64,7 +62,6 @@ class Clock:
             self._switch(around)
 
     def spent_s(self, activity: Activity) -> float:
-        """Return the seconds spent in an activity so far."""
         running_s = self._now() - self._since if activity == self._activity else 0.0
         return self._seconds[activity] + running_s
 
@@ -370,7 +367,6 @@ class TrainingReporter:
         clock.restart()
 
     def alert(self, kind: str, *messages: str) -> None:
-        """Emit an `alert` event for each message."""
         for message in messages:
             self.event_log.emit(Alert(kind=kind, message=message, step=self.progress.position.step))
 

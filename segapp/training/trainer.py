@@ -190,12 +190,10 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """Number of finished micro-batches and steps."""
         return self.progress.position
 
     @property
     def length(self) -> str:
-        """The length of the whole training as text."""
         timetable = self.settings.timetable
         return f"{timetable.epochs} epochs" if timetable.total_steps is None else f"{timetable.total_steps} steps"
 
@@ -359,7 +357,6 @@ class Trainer:
 
     @property
     def live(self) -> LiveSettings:
-        """The present values of settings that may change during the run."""
         return self.controller.settings
 
     def _begin_epoch(self) -> None:

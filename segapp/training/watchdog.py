@@ -95,7 +95,6 @@ class Watchdog:
         self._stacks.__exit__()
 
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
-        """Return the allowed seconds without progress in an activity."""
         if place == "read" and self._num_workers > 0:  # the loader has its own timeout
             return float("inf") if self._data_timeout_s == 0 else self._data_timeout_s + _LOADER_S
         return self._timeout_s if has_stepped else max(self._timeout_s, START_S)

@@ -229,7 +229,6 @@ class MonitorApp(App[None]):
         self.call_after_refresh(self.show_view)
 
     def show_view(self) -> None:
-        """Update every visible part of the screen."""
         plan = self.layout_plan
         if not self._show_status() or plan is None:
             return
@@ -317,7 +316,6 @@ class MonitorApp(App[None]):
         self.refresh(layout=True)
 
     def action_metric(self, by: int) -> None:
-        """Show the next metric in the chart, or the previous one."""
         names = metric_names(self.view)
         shown = self.chart.metric
         at = names.index(shown) if shown in names else -1
@@ -435,7 +433,6 @@ class MonitorApp(App[None]):
         return key in (*keys.TYPED, *CHOICES)
 
     def _refuses(self, command: Command) -> bool:
-        """Return True if a command cannot be sent, and say why."""
         refusal = self.shown.refusal(command, is_readonly=self.readonly)
         if refusal is not None:
             self.say(refusal, "warning")

@@ -132,7 +132,6 @@ class LossChart(StripWidget):
                 self.refresh(*(Region(0, y, size.width, 1) for y in rows))
 
     def key(self) -> tuple[object, ...]:
-        """Return the values that the chart depends on."""
         view, series = self._view, self._series
         steps = (view.history.num_steps, view.history.size) if self.metric == "loss" else ()
         return (id(view), steps, len(view.vals), len(view.marks),
@@ -143,7 +142,6 @@ class LossChart(StripWidget):
         return self.content_size.width - GUTTER - 1, self.content_size.height - 2
 
     def _steps(self) -> plot.Floats:
-        """Return the steps at which the metric has values."""
         history, points = self._curve.history, self._curve.points
         if history is not None and history.size:
             return history.step

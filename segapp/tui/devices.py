@@ -30,7 +30,6 @@ _MACHINE_CELLS = 12
 
 
 def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
-    """Return the memory headroom of a device: `ok`, `tight` or `full`; empty if unknown."""
     if used_mib is None or not total_mib:
         return ""
     frac = used_mib / total_mib

@@ -54,7 +54,6 @@ class LinePart(NamedTuple):
 
     @property
     def content(self) -> Content:
-        """The text in its style."""
         return Content.styled(self.text, self.style) if isinstance(self.text, str) else self.text
 
 
@@ -142,7 +141,6 @@ def _up_s(view: View, status: Status) -> float | None:
 
 
 def epoch_fraction(view: View) -> float | None:
-    """Return the finished fraction of the epoch."""
     if view.start is None or view.epoch is None or not view.start.steps_per_epoch:
         return None
     done = (view.at_step or 0) - (view.epoch - 1) * view.start.steps_per_epoch
@@ -150,7 +148,6 @@ def epoch_fraction(view: View) -> float | None:
 
 
 def run_fraction(view: View) -> float | None:
-    """Return the finished fraction of the run."""
     if view.start is None:
         return None
     total = view.start.steps or view.start.epochs * view.start.steps_per_epoch
@@ -242,7 +239,6 @@ def throughput_line(view: View, status: Status, width: int) -> Content:
 
 
 def device_kind(device: str | None) -> str:
-    """Return GPU for cuda:0, CPU for cpu."""
     return "CPU" if device is not None and device.startswith("cpu") else "GPU"
 
 

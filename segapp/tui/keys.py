@@ -83,7 +83,6 @@ def bindings(keys: Iterable[Key]) -> list[Binding]:
 
 
 def available(keys: Iterable[Key], *, sends: bool) -> list[Key]:
-    """Return the keys that a view offers; those that send commands only if `sends`."""
     return [key for key in keys if sends or not key.sends]
 
 

@@ -50,7 +50,6 @@ class ScreenLayout:
 
 
 def plan_layout(width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False) -> ScreenLayout:
-    """Return the layout for a size of the terminal."""
     if width < header.MIN_WIDTH or height < header.MIN_HEIGHT:
         return ScreenLayout(frozenset())
     if width < WIDE or is_zoomed:
@@ -90,7 +89,6 @@ class Columns(Horizontal):
         super().__init__(self._left, self._right, id="main")
 
     def select(self, plan: ScreenLayout) -> None:
-        """Show the panes of a layout."""
         self._layout = plan
         for name in (*PANES, "gpu0"):
             self.query_one(f"#{name}").display = name in plan.panes
@@ -102,7 +100,6 @@ class Columns(Horizontal):
         self.events.set_class(not plan.panes & {"loss", "pictures"}, "-tall")
 
     def show(self, run: ShownRun, *, is_readonly: bool) -> None:
-        """Update the visible panes."""
         view, plan, status = run.view, self._layout, run.source.status()
         if "loss" in plan.panes:
             self._show_charts(run)

@@ -248,5 +248,4 @@ def preview(run: FollowedRun, columns: Sequence[Column]) -> Content:
 
 
 def _shown_path(path: Path) -> str:
-    """Return a path relative to the working directory, if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

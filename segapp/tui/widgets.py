@@ -41,7 +41,6 @@ class LiteralText(Widget):
         return self._content
 
     def show(self, content: Content) -> None:
-        """Show a content."""
         content = drawable(self, content)
         if content.plain == self._content.plain and content.spans == self._content.spans:
             return
@@ -77,7 +76,6 @@ class StripWidget(Widget, can_focus=True):
         return self._made_of is not None and self.key() == self._made_of
 
     def make(self) -> None:
-        """Make the drawing."""
         self._strips = self.build()
         if self.app.has_class("-ascii"):
             self._strips = [

@@ -188,13 +188,11 @@ class Ranking:
 
     @property
     def note(self) -> str | None:
-        """A sentence if the runs name different scores."""
         if len(self._names) < 2:
             return None
         return f"The runs name different scores in checkpoint.monitor ({', '.join(self._names)}): mIoU ranks them."
 
     def value(self, facts: Mapping[str, Any]) -> float | None:
-        """Return the score of a run's best evaluation; None without one."""
         value: float | None = facts["best_score" if self._is_monitored else "best_miou"]
         return value
 
@@ -209,7 +207,6 @@ class Ranking:
 
 
 def _fields(source: object | None, *names: str) -> dict[str, Any]:
-    """Return fields of an event or a file by their names; None for each if it does not exist."""
     return {name: None if source is None else getattr(source, name) for name in names}
 
 

@@ -181,7 +181,6 @@ class LiveSource:
         )
 
     def status(self) -> Status:
-        """Return the current status."""
         now_s, facts, trainer = self._clock(), self.facts(), self._trainer_facts()
         skew_s = self._skew_s(now_s)
         left = self._reader.num_bytes_left

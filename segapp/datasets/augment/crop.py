@@ -148,7 +148,6 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
 
 
 def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[float, ...]) -> Pixels:
-    """Return the pixels padded above, below, left and right."""
     if not any(padding):
         return pixels
     above, below, left, right = padding

@@ -261,7 +261,6 @@ class TransformBuilder:
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise ConfigError for the problems of a list of transforms, if there are any."""
     if problems:
         lines = [f"{len(problems)} problems in data.augment:"] if len(problems) > 1 else []
         raise ConfigError("\n  ".join([*lines, *problems]), key="data.augment").see("augment")
@@ -275,7 +274,6 @@ class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations h
         self.function, self.name = function, name
 
     def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> dict[str, Any]:
-        """Return the data with the function's image and mask."""
         found = self.function(data["image"], data["mask"], self.seed)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(f"it returns a {type(found).__name__}: return (image, mask)")
@@ -304,7 +302,6 @@ def find_transform(name: str) -> type | str:
 
 
 def known_transforms() -> list[str]:
-    """Return the names of all transforms that a list may contain."""
     found = list(OWN_TRANSFORMS)
     for name in dir(A):
         kind = getattr(A, name)

@@ -89,7 +89,6 @@ def set_seed(step: Any, seed: int) -> None:
 
 
 def resized(image: Pixels, mask: Pixels, size_px: tuple[int, int] | None) -> tuple[Pixels, Pixels]:
-    """Return an image and its mask at a height and width; None: unchanged."""
     if size_px is None or size_px == image.shape[:2]:
         return image, mask
     return resize(image, size_px, cv2.INTER_LINEAR), resize(mask, size_px, cv2.INTER_NEAREST_EXACT)
@@ -235,7 +234,6 @@ def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int
 
 
 def _named(step: Any) -> str:
-    """Return the name of a transform in a config."""
     return step.name if isinstance(step, SeededFunction) else type(step).__name__
 
 
@@ -275,6 +273,5 @@ def _wrong_size(size_px: tuple[int, ...], crop_px: tuple[int, int], resized_by: 
 
 
 def _kind_of(image: Any) -> str:
-    """Return "a 20 x 30 px image with 3 bands of uint8"."""
     bands = image.shape[2] if image.ndim == 3 else 1
     return f"a {image.shape[0]} x {image.shape[1]} px image with {bands} bands of {image.dtype}"

@@ -74,7 +74,6 @@ class PixelFormat:
 
     @property
     def is_rgb8(self) -> bool:
-        """True for three 8-bit bands with the range 0..255."""
         return self.num_bands == 3 and self.dtype == "uint8" and self.value_range is None
 
     @property

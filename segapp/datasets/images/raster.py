@@ -48,7 +48,6 @@ def _without_warnings() -> Iterator[None]:
 
 
 def require_rasterio(path: Path, what: str) -> None:
-    """Raise DataError if rasterio is not installed; `what` says what it is needed for."""
     if not has_rasterio():
         raise DataError(f"{shown(path)}: {what} needs the package rasterio: {install_command('geo')}", path=path)
 
@@ -176,7 +175,6 @@ def read_description(path: Path) -> str | None:
 
 
 def read_georeference(path: Path) -> Georeference | None:
-    """Return the georeference of a TIFF; None if it has none."""
     with opened(path) as source:
         if source.crs is None and source.transform.is_identity:
             return None
@@ -184,7 +182,6 @@ def read_georeference(path: Path) -> Georeference | None:
 
 
 def has_control_points(path: Path) -> bool:
-    """Return True if a TIFF says by control points where some of its pixels lie."""
     with opened(path) as source:
         return bool(source.gcps[0])
 

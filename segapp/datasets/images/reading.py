@@ -155,7 +155,6 @@ def _decode_all_bands(data: bytes, path: Path, max_pixels: int) -> Pixels:
 
 
 def decode(data: bytes, flags: int) -> Pixels | None:
-    """Return the image as OpenCV decodes it; None if it cannot."""
     try:
         return cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error:

@@ -69,7 +69,6 @@ class Windows:
     cells: dict[int, NDArray[np.int32]] = field(default_factory=dict, compare=False, repr=False)
 
     def __getitem__(self, key: slice | Window) -> Pixels:
-        """Return the pixels of some rows, or of rows and columns."""
         rows, columns = key if isinstance(key, tuple) else (key, slice(None))
         first, last, _ = rows.indices(self.shape[0])
         left, right, _ = columns.indices(self.shape[1])

@@ -270,7 +270,6 @@ def _choose_layout(known: DatasetFormat, location: DataLocation, split: str) -> 
 
 
 def _for_class(layout: FolderLayout, name: str) -> FolderLayout:
-    """Return the layout of a class's own masks, with its name instead of `{class}`."""
     suffixes = tuple(suffix.replace("{class}", name) for suffix in layout.mask_suffixes)
     return replace(layout, mask_dir=layout.mask_dir.replace("{class}", name), mask_suffixes=suffixes)
 

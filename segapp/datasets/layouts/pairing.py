@@ -40,14 +40,12 @@ class RootGuard:
         self._listed: dict[str, tuple[str, frozenset[str]]] = {}
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Return True if a path is the root or inside it."""
         if self._is_open:
             return True
         real = self._resolved(os.fspath(path))
         return real == self._real_root or is_below(real, self._real_root)
 
     def check(self, path: Path) -> None:
-        """Raise OutsideError for a file or folder outside the root."""
         if not self.holds(path):
             raise self._outside([path])
 

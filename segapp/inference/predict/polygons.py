@@ -238,7 +238,6 @@ class CocoFile:
         self._images: dict[str, tuple[dict[str, Any], list[str]]] = {}  # fields of an image, and of its annotations
 
     def add(self, picture: Picture, labels_HW: NDArray[Any]) -> None:
-        """Add the polygons of an image."""
         height, width = labels_HW.shape
         name = (PurePath(picture.file.name).parent / picture.file.path.name).as_posix()
         lines = list(coco_lines(labels_HW, self._scheme, self._plan))

@@ -215,7 +215,6 @@ class StepAssembler:
         return criterion_of(self.config, self.scheme, class_weights)
 
     def build_critic(self, layout: StepLayout, device: torch.device) -> Critic | None:
-        """Build the critic of holistic distillation on a device; None if the config has none."""
         if self.config.distill is None:
             return None
         return build_critic(self.config, self.scheme.num_classes, device, is_synced=self._is_synced(layout))

@@ -161,7 +161,6 @@ class CriticTrainer(StepParticipant):
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Unscale the gradients, and check that they and the critic's loss are finite."""
         _, self._is_bad = self.update.finish_gradients(self.values["critic"])
 
     @torch.no_grad()
@@ -173,13 +172,11 @@ class CriticTrainer(StepParticipant):
         self.num_steps += 1
 
     def rollback(self) -> None:
-        """Restore the critic's buffers, and discard its gradients and the received outputs."""
         self._guard.restore()
         self.update.optimizer.zero_grad(set_to_none=True)
         self._seen.clear()
 
     def set_lr(self, lr: float) -> None:
-        """Set the critic's learning rate, in proportion to the student's."""
         set_lr(self.update.optimizer, lr)
 
     def terms(self) -> dict[str, Tensor]:
@@ -417,7 +414,6 @@ def build_distilled_input(
     critic: Critic | None,
     device: torch.device,
 ) -> DistilledInput:
-    """Return the network of student, teacher and critic."""
     assert config.distill is not None
     distill = config.distill
     return DistilledInput(

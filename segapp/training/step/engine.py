@@ -274,14 +274,12 @@ class StepEngine:
             raise
 
     def _roll_back(self, rng: Any) -> None:
-        """Restore buffers and random numbers to the start of the step, and let participants forget its passes."""
         self.guard.restore()
         restore_torch_rng(rng)
         for participant in self.participants:
             participant.rollback()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next steps; participants scale their own with it."""
         set_lr(self.update.optimizer, lr)
         for participant in self.participants:
             participant.set_lr(lr)

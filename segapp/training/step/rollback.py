@@ -102,12 +102,10 @@ def _common_storage(buffers: Sequence[Tensor]) -> Tensor:
 
 
 def capture_torch_rng(devices: Sequence[torch.device] = ()) -> TorchRng:
-    """Return the states of torch's generators: the CPU's and the given GPUs'."""
     return torch.get_rng_state(), [(device, gpu.rng_state(device)) for device in devices if (gpu := gpu_of(device))]
 
 
 def restore_torch_rng(state: TorchRng) -> None:
-    """Restore the result of `capture_torch_rng`."""
     torch.set_rng_state(state[0])
     for device, of_device in state[1]:
         if gpu := gpu_of(device):

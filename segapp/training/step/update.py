@@ -48,7 +48,6 @@ class WeightUpdate:
 
     @property
     def evaluated(self) -> SegmentationModel:
-        """The model to evaluate: the average of the weights if there is one."""
         return self.model if self.average is None else self.average.module
 
     def parameters(self) -> list[Tensor]:
@@ -60,7 +59,6 @@ class WeightUpdate:
 
     @torch.no_grad()
     def finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Unscale and clip the gradients; return their norm and whether the step is bad."""
         grad_norm = self.precision.finish_gradients(self.optimizer, clip_grad_norm=self.clip_grad_norm)
         return grad_norm, (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
 
