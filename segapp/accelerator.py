@@ -246,7 +246,6 @@ GPUS = (CUDA, Mps("mps", "torch.backends.mps.is_built()"))
 """The kinds of devices with their own memory."""
 
 ACCELERATORS: dict[str, Accelerator] = {each.kind: each for each in (_CPU, *GPUS)}
-"""The kinds of devices by `torch.device.type`."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator:

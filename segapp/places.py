@@ -16,7 +16,6 @@ Home = Literal["XDG_CACHE_HOME", "XDG_STATE_HOME"]
 
 _DEFAULTS: dict[Home, str] = {"XDG_CACHE_HOME": "~/.cache", "XDG_STATE_HOME": "~/.local/state"}
 _COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Variables that name the caches of torch and Triton."""
 _PREFIX = "segapp-compiled-"
 _temporary: list[tempfile.TemporaryDirectory[str]] = []
 

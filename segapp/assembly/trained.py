@@ -40,7 +40,6 @@ class TrainedState:
     model: SegmentationModel
     """The network on the CPU in fp32, adapters merged into the weights; the average of the weights if there is one."""
     config: RunConfig
-    """The config of the training, or the given one."""
     scheme: ClassScheme
     path: Path
     sha256: str
@@ -51,7 +50,6 @@ class TrainedState:
     criterion: Mapping[str, Any] | None = None
     """State of the criterion, with the class weights of the training; None if the file has none."""
     messages: tuple[str, ...] = ()
-    """Notes for the user."""
     copies: Mapping[str, Sources] = field(default_factory=dict)
     """Copies in the run of the custom components that are used, by name; see `using_copies`."""
 

@@ -23,7 +23,6 @@ from segapp.run.folder import run_of_file
 from segapp.run.words import printable
 
 NUM_PICTURES = 3
-"""Number of validation images used for the check."""
 
 
 WEIGHTS: Final = "safetensors"

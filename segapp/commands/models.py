@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 MAX_ROWS = 20
 """Maximum number of networks that are built for a table; with more matches, only the names are listed."""
 NUM_CLASSES = 19
-"""Number of classes of the measured networks, as in Cityscapes."""
 
 
 class ModelName(NamedTuple):

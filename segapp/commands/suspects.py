@@ -41,7 +41,6 @@ Kind = Literal["class", "missing", "outline"]
 MIN_AREA_SHARE = 0.0005
 """Default minimum share of an image's pixels in a region."""
 MAX_PICTURED = 100
-"""Number of regions that the page shows."""
 _OUTLINE_RGB = (255, 0, 255)
 
 

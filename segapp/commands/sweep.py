@@ -38,7 +38,6 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 from segapp.view.runs import Ranking, run_state, summarize
 
 MAX_RUNS = 10_000
-"""Maximum number of runs of a sweep."""
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
 """Keys that divide the data; configs that differ in nothing else except the name are folds."""
 REPETITIONS = ("seed", "fold", *FOLD_KEYS)

@@ -35,10 +35,8 @@ IDLE = "data"
 """The phase between two steps."""
 
 MEMORY_S = 2.0
-"""Seconds between two `memory` events."""
 
 HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats."""
 
 STEP_S = 1.0
 """Seconds after an event with a step, after which a heartbeat has the present step if it is another one."""

@@ -18,7 +18,6 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 MAX_NAMES = 100
-"""Maximum number of names of each kind in an event."""
 AUXILIARY = "aux_classifier."
 """Prefix of the tensors of torchvision's auxiliary head, which only a training uses."""
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")

@@ -32,7 +32,6 @@ from segapp.run.words import first_line
 
 MIN_CONFIDENCE = 0.04
 MAX_SHOWN = 6
-"""Maximum number of candidates that a message names."""
 
 
 def find_candidates(tree: Tree) -> list[Layout]:

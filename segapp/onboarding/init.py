@@ -46,7 +46,6 @@ from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
 
 _MAX_BAD = 10
-"""Number of bad pairs that an error names."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,6 @@ class Facts:
     weights_problem: str | None = "they were not looked for"
     """Why ImageNet weights cannot be had; None if they can."""
     step_s: float | None = None
-    """Seconds of a training step on this machine."""
 
     @property
     def encoder(self) -> Encoder:

@@ -47,7 +47,6 @@ class ImageCounts:
     counts: NDArray[np.int64]
     """(N, C, 3)."""
     total: Counts
-    """Counts of all images."""
 
 
 def iou_of(counts: NDArray[Any]) -> NDArray[np.float64]:
@@ -201,7 +200,6 @@ class SplitEvaluation:
     matrix: NDArray[np.int64] | None
     """(C, C) counts of (target, prediction); None with several classes per pixel."""
     worst: list[EvaluatedImage]
-    """The images with the lowest mIoU."""
     num_images: int
 
 

@@ -87,7 +87,6 @@ class RunReport:
     """Config at the start of the run; None if the file cannot be read."""
     config_text: str = ""
     series: dict[str, LossHistory] = field(default_factory=dict)
-    """The values of numbers of the `step` events."""
 
     @property
     def name(self) -> str:

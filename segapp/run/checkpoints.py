@@ -113,7 +113,6 @@ class Manifest:
     orphans: list[str] = field(default_factory=list)
     """Objects that were found when the manifest was lost or damaged; never removed."""
     problems: list[str] = field(default_factory=list)
-    """Parts of the manifest that could not be read."""
     is_readable: bool = True
 
     def names_of(self, entry: CheckpointEntry) -> list[str]:

@@ -35,7 +35,6 @@ OTHERS_WRITE = 0o022
 """The permissions that a run folder and its files never have: users other than the owner may write."""
 
 MOUNTS = Path("/proc/self/mountinfo")
-"""The mounted file systems of Linux."""
 
 _OTHER_RULES = ("commands", "wandb")
 """Folders whose content is not checked: the inbox checks each file, and Weights & Biases makes links in its own."""
@@ -56,7 +55,6 @@ def temporary_name(tag: int = 0, suffix: str = "") -> str:
 
 
 _unfinished: set[Path] = set()
-"""Files that `remove_unfinished` removes."""
 
 
 def unfinished_path(path: Path, suffix: str) -> Path:

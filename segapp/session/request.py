@@ -40,7 +40,6 @@ class TrainRequest:
     checkpoint: Path | None = None
     """The file to resume from; None: the folder's newest intact checkpoint."""
     note: str | None = None
-    """Notes that are printed first."""
     limit: ImageLimit | None = None
     copies: Mapping[str, Sources] = field(default_factory=dict)
     """The run's copies of components whose files are missing here, by name."""

@@ -254,7 +254,6 @@ class Stage:
     reason: str | None = None
     """Why the training finished; None if it did not, or if the run was complete before."""
     code: int = 0
-    """Exit code of this process."""
     has_ended: bool = False
     """True if the end of the training was reported."""
 

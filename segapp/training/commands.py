@@ -90,7 +90,6 @@ class PendingChange:
     received: ReceivedCommand | None
     """The `set` command; None for a change by `auto`."""
     changes: dict[str, Any]
-    """New values of `LiveSettings`, by name."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the final answer."""
     reason: str | None = None

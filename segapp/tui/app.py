@@ -106,7 +106,6 @@ class MonitorApp(App[None]):
         self._is_reading = False
         self._is_starting: bool | None = None
         self._held: list[Command] = []
-        """Commands that have not been sent yet."""
         self.sent_on_leaving: list[str] = []
         """What was done with the commands that were still held when the user left."""
         self._send_at_s = self._typed_s = self._said_until_s = 0.0

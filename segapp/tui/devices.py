@@ -26,7 +26,6 @@ PEAK, PREDICTED = "│", "◆"
 """Signs in the bar of a device."""
 
 _MACHINE_CELLS = 12
-"""Maximum number of cells for the name of a machine."""
 
 
 def headroom_level(used_mib: float | None, total_mib: float | None) -> str:

@@ -27,7 +27,6 @@ _HELP = Key("app.help", "f1,question_mark,h", "", "show the keys, or close them"
 
 
 CHOICES = ("e", "x")
-"""Keys of the ways to stop."""
 
 
 class ScrolledDialog(ModalScreen[None]):

@@ -18,7 +18,6 @@ class Key(NamedTuple):
     """One action and its keys."""
 
     action: str
-    """Name of the action of the app or of the screen."""
     keys: str
     """Comma-separated; the key bar shows the first. Empty: only the command palette has the action."""
     label: str

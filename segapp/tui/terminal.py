@@ -15,7 +15,6 @@ from textual.theme import Theme
 from segapp.errors import ConfigError
 
 _STREAMS = {"stdin": 0, "stderr": 2}
-"""The streams that the TUI uses, and their file descriptors."""
 
 
 def check_terminal() -> None:

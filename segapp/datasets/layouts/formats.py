@@ -86,7 +86,6 @@ def _described(name: str, table: Mapping[str, Any]) -> DatasetFormat:
 
 
 DATASETS: dict[str, DatasetFormat] = {name: _described(name, table) for name, table in FORMATS.items()}
-"""The formats by their names in a config."""
 
 
 def _format(format: str) -> DatasetFormat:

@@ -138,7 +138,6 @@ def _set(table: Mapping[str, Any]) -> PublishedSet:
 
 _TABLES = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 PUBLISHED: Mapping[str, PublishedSet] = {key: _set(table) for key, table in _TABLES["sets"].items()}
-"""The data sets by their keys, such as "cityscapes"."""
 FORMATS: Mapping[str, Mapping[str, Any]] = _TABLES["formats"]
 """The formats by their names in a config; each has the arguments of `DatasetFormat` except the classes."""
 

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 CRITIC_LR = 0.0004
 """Initial learning rate of the critic; it follows the schedule. Both values are from Liu et al., 2019."""
 PENALTY_WEIGHT = 10.0
-"""Weight of the critic's gradient penalty."""
 PIXEL_WISE, PAIR_WISE, HOLISTIC = "pixel_wise", "pair_wise", "holistic"
 
 
