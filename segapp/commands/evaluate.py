@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from segapp.assembly.criterion import criterion_of
 from segapp.assembly.data import build_load_options
 from segapp.assembly.devices import choose_devices
+from segapp.assembly.optimizer import criterion_of
 from segapp.assembly.pairs import build_groups, build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of

@@ -58,8 +58,8 @@ def time_step(config: RunConfig, scheme: ClassScheme, num_steps: int = 3) -> flo
     import torch
 
     from segapp.accelerator import CUDA, accelerator_of
-    from segapp.assembly.criterion import criterion_of
     from segapp.assembly.network import build_network
+    from segapp.assembly.optimizer import criterion_of
 
     device = (CUDA.devices() or [torch.device("cpu")])[0]
     num_images, num_bands = int(config.train.batch_size) // max(1, CUDA.count()), len(config.data.bands or "RGB")

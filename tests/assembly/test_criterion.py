@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.assembly.criterion import build_criterion
+from segapp.assembly.optimizer import build_criterion
 from segapp.config import LossConfig, LossTerm
 from segapp.config.options import BUILT_INS, LOSSES
 from segapp.errors import ConfigError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._inductor import codecache
 
-from segapp.assembly.criterion import criterion_of
+from segapp.assembly.optimizer import criterion_of
 from segapp.assembly.pairs import build_scheme
 from segapp.config import load_config
 from segapp.datasets.images.pixel_format import PixelFormat

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segapp.assembly.criterion import criterion_of
 from segapp.assembly.devices import build_precision, uses_channels_last
 from segapp.assembly.network import build_network, check_sizes, put_adapters
-from segapp.assembly.optimizer import build_optimizer, build_parameter_groups
+from segapp.assembly.optimizer import build_optimizer, build_parameter_groups, criterion_of
 from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedState
 from segapp.chunks import Mode, RankSplit
