@@ -266,7 +266,6 @@ def loader_workers(iterator: Any) -> Sequence[Any]:
 
 
 def replace_done_event(iterator: Any, make: Callable[[Any, Sequence[Any]], Any]) -> None:
-    """Replace the event with which a `DataLoader`'s iterator ends its workers by `make(event, workers)`."""
     iterator._workers_done_event = make(iterator._workers_done_event, iterator._workers)
 
 

@@ -104,7 +104,6 @@ class TensorOnDisk:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape as that a tensor would have."""
         height, width, *bands = self.pixels.shape
         return torch.Size((1, *bands, height, width))
 

@@ -273,7 +273,6 @@ def count_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float 
 
 
 def _table(path: Path, scheme: ClassScheme) -> NDArray[np.int16]:
-    """Return the table from id in a mask file to train id."""
     has_train_ids = scheme.train_id_suffix is not None and path.name.endswith(scheme.train_id_suffix)
     return scheme.train_id_table if has_train_ids else scheme.table
 

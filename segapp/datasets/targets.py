@@ -149,7 +149,6 @@ class Targets:
 
     @property
     def ignored_share(self) -> float:
-        """Share of ignored pixels among all pixels of the masks that were read, 0 to 1."""
         return self.frequencies.ignored_px / max(1, self.frequencies.ignored_px + self.valid_px)
 
     @property

@@ -115,7 +115,6 @@ class ExportInfo(BaseModel):
 
     @property
     def pixels(self) -> PixelFormat:
-        """What the images hold, and how the file prepares them."""
         return PixelFormat(self.bands, self.dtype, self.value_range, self.mean, self.std, self.resize_px)
 
     def as_properties(self) -> dict[str, str]:

@@ -55,7 +55,6 @@ def blend(
 
 
 def fitted(size_px: tuple[int, ...], longest_px: int) -> tuple[int, int]:
-    """Return height and width with the same aspect ratio, of which the longer one is at most `longest_px`."""
     factor = min(1.0, longest_px / max(size_px))
     return max(1, round(size_px[0] * factor)), max(1, round(size_px[1] * factor))
 

@@ -103,7 +103,6 @@ class Evaluation:
     notes: Sequence[str] = ()  # for the user, such as the use of tiles
 
     def values(self, scheme: ClassScheme) -> dict[str, float | None]:
-        """Return all scores of the table `segapp.scores.SCORES`: name -> value, None if there is no finite value."""
         return table_of(self.scores, scheme.foreground, self.loss)
 
     def monitored(self, name: str, scheme: ClassScheme) -> float | None:

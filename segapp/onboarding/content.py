@@ -162,7 +162,6 @@ def count_pixels(
 
 
 def is_id(nodata: float) -> bool:
-    """Return True if a mask can have a value as an id."""
     return 0 <= nodata <= 65_535
 
 

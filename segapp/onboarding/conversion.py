@@ -360,7 +360,6 @@ def _painted(pair: Pair, paint: Callable[[DrawnMask], Mask], root: Path, turns: 
 
 
 def by(size_px: Size) -> str:
-    """Return a height and a width as text."""
     return f"{size_px[1]} x {size_px[0]}"
 
 

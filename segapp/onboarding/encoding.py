@@ -101,7 +101,6 @@ def is_stray(content: MaskContent, value: Value) -> bool:
 
 
 def _strays_note(content: MaskContent, strays: Sequence[Value]) -> tuple[str, ...]:
-    """Return the sentence on stray values or colors, which are ignored; empty if there are none."""
     return (f"stray {listed(strays)} is ignored: {content.percent(strays)}",) if strays else ()
 
 
@@ -336,7 +335,6 @@ def _from_file(
 
 
 def _placeholders(stored: Iterable[Value]) -> dict[Value, str]:
-    """Return a name for each value or color: class_7, color_ff0000."""
     return {one: f"color_{bytes(one).hex()}" if isinstance(one, tuple) else f"class_{one}" for one in stored}
 
 

@@ -113,7 +113,6 @@ class Field:
         return np.array([one.number() for one in self.items(least, most)])
 
     def wholes(self, least: int = 0, most: float = math.inf) -> NDArray[np.int64]:
-        """Return the whole numbers of a list, (N,)."""
         numbers = self.numbers(least, most)
         for at in np.flatnonzero(numbers != np.trunc(numbers)):
             self.items()[at].whole()

@@ -96,7 +96,6 @@ def is_trainval(name: str) -> bool:
 
 
 def without_zeros(text: str) -> str:
-    """Return a number without leading zeros; empty for other texts."""
     return str(int(text)) if text.isascii() and text.isdigit() else ""
 
 

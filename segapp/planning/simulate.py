@@ -209,7 +209,6 @@ class Simulator:
         return [1.0] * self.assembler.scheme.num_classes
 
     def _stages(self, source: nn.Module, devices: Sequence[str]) -> dict[str, str]:
-        """Return the stages balanced by memory, as in the trainer."""
         dtype = build_precision(self.assembler.config, torch.device("cpu")).input_dtype
         example = torch.empty(2, self.assembler.pixels.num_bands, *self._crop_px, dtype=dtype, device="meta")
         balanced = balance_stages(source, devices, example)

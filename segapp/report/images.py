@@ -323,7 +323,6 @@ def _loaded(folder: RunFolder, split: str | None) -> tuple[TrainedModel, Segment
 
 
 def evaluate_run(folder: RunFolder, split: str | None, num_worst: int) -> SplitEvaluation:
-    """Evaluate a run on a data split, by default its own validation split."""
     trained, dataset, split = _loaded(folder, split)
     with progress_bar(len(dataset), "evaluating") as progress:
         return evaluate_split(trained, dataset, split, num_worst, progress)

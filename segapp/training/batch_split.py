@@ -57,7 +57,6 @@ class BatchSplitController:
         return [theirs[rank] for rank, theirs in enumerate(self._ranks.gather(list(peaks_mib)))]
 
     def record_peaks(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> None:
-        """Record the peaks measured under a split; the highest of each device is kept."""
         self.checker = replace(self.checker, peaks=self.checker.peaks.with_measured(split, peaks_mib))
 
     def clear_peaks(self) -> None:

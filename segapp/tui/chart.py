@@ -183,7 +183,6 @@ class LossChart(StripWidget):
         return [self._legend(width), *self._framed(canvas, scale, raw)]
 
     def _framed(self, canvas: Canvas, scale: plot.Scale, raw: plot.CurveColumns) -> list[Strip]:
-        """Return a plot with its labels and its axis."""
         labels = [label + "│" for label in plot.row_labels(scale, canvas.height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
         axis = self._axis_line(raw, canvas.width).strips(styles, [" " * GUTTER + "└"])

@@ -125,7 +125,6 @@ def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
 
 
 def gpu0_content(view: View, status: Status, width: int, *, can_edit: bool) -> Content:
-    """Return the pane of `gpu0_bsz`: the present and the pending value."""
     lines = _pending_lines(view, status) if view.gpu0.pending is not None else _idle_lines(view, can_edit)
     return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
 

@@ -50,7 +50,6 @@ class LossHistory:
 
     @property
     def usual_smoothing(self) -> float:
-        """The value in `SMOOTHINGS` that suits the number of steps."""
         return SMOOTHINGS[0] if self.num_steps < 200 else SMOOTHINGS[1] if self.num_steps < 4000 else SMOOTHINGS[2]
 
     @property

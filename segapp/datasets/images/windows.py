@@ -236,7 +236,6 @@ def kinds_of_pixels(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
 
 
 def reduced_pixels(kinds: Iterable[StoredPixels]) -> StoredPixels | None:
-    """Return the first kind of pixels that 8-bit RGB would reduce; None if there is none."""
     return next((stored for stored in kinds if RGB8.problem(stored) is not None), None)
 
 

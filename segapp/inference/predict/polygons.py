@@ -51,7 +51,6 @@ class PolygonPlan:
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """The modules that write the format."""
         return () if self.format == "coco" else ("shapely", "rasterio.features", "pyogrio")
 
     def check_places(self, files: Sequence[InputFile]) -> None:
