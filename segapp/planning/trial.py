@@ -1,10 +1,9 @@
 """Steps and evaluations of black images: tried on this machine's devices, or simulated for a memory plan."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from segapp.accelerator import accelerator_of
 from segapp.assembly.data import image_sizes_of
@@ -89,24 +88,14 @@ def evaluation_size(config: RunConfig) -> tuple[tuple[int, int], str]:
     return data.crop_px, "data.crop_px: the images are not here"
 
 
-def build_trial_engine(
-    config: RunConfig,
-    layout: StepLayout,
-    tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
-    mark: Callable[[str], None] = lambda phase: None,
-) -> StepEngine:
-    """Build the training's engine on this machine's devices, without its weights and its data; mode single or dp.
-
-    `tag` is called with tensors and their kind, `mark` with each phase of a step as it begins.
-    """
+def build_trial_engine(config: RunConfig, layout: StepLayout) -> StepEngine:
+    """Build the training's engine on this machine's devices, without its weights and its data; mode single or dp."""
     config = with_precision(largest_phase(config), layout.devices)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     assembler = StepAssembler(config, build_scheme(config.data), teacher)
     num_classes = assembler.scheme.num_classes
     parts = assembler.build_parts(layout, lambda _: [1.0] * num_classes, with_weights=False)
-    tag(parts.model.parameters(), "weights")
-    tag(parts.model.buffers(), "buffers")
-    return assembler.assemble(parts, layout, RealDevices(tag=tag), mark=mark)
+    return assembler.assemble(parts, layout, RealDevices())
 
 
 def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPlan) -> None:
