@@ -6,10 +6,11 @@ by a hash of their names. So another file of a large set may differ unseen.
 
 import hashlib
 import heapq
+import os
 import platform
 import socket
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from segapp.assembly.pairs import build_pairs, split_names
 from segapp.config import DataConfig, RunConfig
 from segapp.config.trust import named_code
 from segapp.custom.names import is_component, is_file_name, split_name
+from segapp.datasets.files import ImagePair
 from segapp.errors import SegappError
 from segapp.parallel.agreement import MachineFacts
-from segapp.run.checkpoints import CheckpointFolder
+from segapp.run.checkpoints import BEST, CheckpointFolder
+from segapp.run.files import storage_errors_of
 from segapp.run.folder import find_run
 
 MAY_DIFFER = frozenset(
@@ -42,10 +45,11 @@ _OTHER_PACKAGES = ("numpy", "opencv-python-headless", "albumentations")
 def facts_of(config: RunConfig) -> MachineFacts:
     """Return the facts that this machine brings to a job with a config; `problem` is an error in finding them."""
     machine = socket.gethostname()
-    settings, others = _settings_of(config), {"Python": platform.python_version()}
+    settings, others = dict[str, str](), {"Python": platform.python_version()}
     others |= {name: _version(name) for name in ("torch", *_OTHER_PACKAGES)}
-    settings |= {"the version of segapp": __version__, "the version of torch": _version("torch").partition("+")[0]}
     try:
+        settings |= _settings_of(config)
+        settings |= {"the version of segapp": __version__, "the version of torch": _version("torch").partition("+")[0]}
         settings |= {f"the source of {_short(name)}": sha256 for name, sha256 in _source_hashes(config)}
         return MachineFacts(machine, settings, _data_of(config.data), others)
     except SegappError as error:
@@ -95,16 +99,17 @@ def _source_hashes(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _content_of(name: str) -> str:
-    """Return the SHA-256 of a weights file or of a run's newest checkpoint; a name that is neither stays as it is."""
+    """Return the SHA-256 of a weights file or of the checkpoint that a run gives; any other name stays as it is."""
     path = Path(name)
     if path.is_file():
-        with open(path, "rb") as file:
+        with storage_errors_of("read", path), open(path, "rb") as file:
             return f"a file with SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
     try:
-        entries = CheckpointFolder(find_run(name).checkpoints).read_manifest().entries
+        manifest = CheckpointFolder(find_run(name).checkpoints).read_manifest()
     except SegappError:
         return name
-    return f"a run with SHA-256 {entries[0].sha256[:12]}" if entries else name
+    entry = manifest.entry_named(BEST) or next(iter(manifest.entries), None)
+    return name if entry is None else f"a file with SHA-256 {entry.sha256[:12]}"
 
 
 def _data_of(data: DataConfig) -> dict[str, str]:
@@ -117,20 +122,29 @@ def _data_of(data: DataConfig) -> dict[str, str]:
         return {}
     facts, files = dict[str, str](), dict[str, Path]()
     for split in split_names(data):
-        named = {_below(path, data.root): path for pair in build_pairs(data, split) for path in pair.files}
+        named = dict(_named(build_pairs(data, split), data))
         digest = hashlib.sha256("\n".join(named).encode(errors="surrogateescape")).hexdigest()
         facts[f"the number of files of {split}"] = str(len(named))
         facts[f"the SHA-256 of the file names of {split}"] = digest[:12]
-        files |= named
-    if "" in files:
-        del files[""]
+        files |= {f"{split} {name}": path for name, path in named.items()}
     chosen = heapq.nsmallest(_NUM_SAMPLES, files, key=lambda name: zlib.crc32(name.encode(errors="surrogateescape")))
     return facts | {f"the content of {name}": _sample(files[name]) for name in chosen}
 
 
-def _below(path: Path, root: str) -> str:
-    text = str(path)
-    return text[len(root) :].lstrip("/") if text.startswith(root) else path.name
+def _named(pairs: Sequence[ImagePair], data: DataConfig) -> Iterator[tuple[str, Path]]:
+    """Yield each file with a name that does not depend on the folders of the config, such as "mask berlin/7.png".
+
+    The name of a mask has as many parts as the name of its image, because the folders of both may differ.
+    """
+    places = [Path(data.root) / below for below in (data.mask_dir or "", "")]
+    folders = [os.path.join(form, "") for place in places for form in (str(place), os.path.normpath(place))]
+    for pair in pairs:
+        yield f"image {pair.name}{pair.image.suffix}", pair.image
+        others = [(f"mask {i or ''}".rstrip(), mask) for i, mask in enumerate(pair.masks)]
+        for kind, path in [*others, *([("valid area", pair.valid_area)] if pair.valid_area else [])]:
+            text = str(path)
+            below = next((text[len(folder) :] for folder in folders if text.startswith(folder)), text)
+            yield f"{kind} {'/'.join(below.split('/')[-1 - pair.name.count('/') :])}", path
 
 
 def _sample(path: Path) -> str:

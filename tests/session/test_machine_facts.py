@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from segapp.config import RunConfig, load_config, validate_config
+from segapp.errors import StorageError
 from segapp.parallel.agreement import compare
+from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
+from segapp.run.folder import RunFolder
 from segapp.session import machine_facts
 from segapp.session.machine_facts import MAY_DIFFER, facts_of
 from tests.support.runs import merged
@@ -89,10 +92,36 @@ def test_data_are_compared_wherever_they_are(tiny: dict[str, Any], tmp_path: Pat
         "nothing": "",
         "missing": "the number of files of train is ",
         "renamed": "the SHA-256 of the file names of train is ",
-        "content": f"the content of {image.relative_to(tmp_path / 'other' / 'there')} is ",
-        "shorter": f"the content of {image.relative_to(tmp_path / 'other' / 'there')} is ",
+        "content": f"the content of train image {image.name} is ",
+        "shorter": f"the content of train image {image.name} is ",
     }[change]
     assert agreement.reason.startswith(said)
+
+
+def test_folders_of_the_data_may_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of an image and its mask are equal, and so are those of both splits."""
+    for root, images, masks in (("data", "images", "masks"), ("other/data", "imgs", "labels/fine")):
+        for kind, folder in (("image", images), ("mask", masks)):
+            for split in ("train", "val"):
+                (tmp_path / root / folder / split / "b").mkdir(parents=True)
+                for name in ("1.png", "b/1.png"):
+                    (tmp_path / root / folder / split / name).write_text(f"{kind} {split} {name}")
+    monkeypatch.chdir(tmp_path)
+    raw = {"name": "run", "model": {"name": "fcn_resnet50"}, "data": {"format": "folder", "classes": ["a", "b"]}}
+    folders = [
+        {"root": "data"},
+        {"root": "./data"},
+        {"root": "other/../data"},
+        {"root": str(tmp_path / "data")},
+        {"root": "other/data", "image_dir": "imgs", "mask_dir": "labels/fine"},
+    ]
+    facts = [facts_of(validate_config({**raw, "data": raw["data"] | where})) for where in folders]
+    assert compare(facts).reason == ""
+    assert facts[0].data["the number of files of train"] == "4"
+    assert len([name for name in facts[0].data if name.startswith("the content of ")]) == 8
+    (tmp_path / "other/data/labels/fine/val/b/1.png").write_text("mask val b/2.png")
+    changed = facts_of(validate_config({**raw, "data": raw["data"] | folders[-1]}))
+    assert compare([facts[0], changed]).reason.startswith("the content of val mask b/1.png is ")
 
 
 def test_data_that_are_not_there_are_the_problem(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -125,6 +154,32 @@ def test_weights_are_compared_by_their_content(tiny: dict[str, Any], tmp_path: P
     assert compare([b, c]).reason.startswith("model.weights is a file with SHA-256 ")
 
 
+def test_weights_of_a_run_are_those_that_it_gives(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """They are the best ones, and a copy of their file is equal."""
+    with RunFolder.create(path=tmp_path / "run") as run:
+        run.write_info()
+        for step in (1, 2, 3):
+            CheckpointFolder(run.checkpoints).commit(
+                lambda file, step=step: file.write(b"state %d" % step),
+                CheckpointFacts(step=step, epoch=1),
+                is_best=step == 2,
+                keep=1,
+                need_bytes=9,
+            )
+    shutil.copy(run.checkpoints / "best.pt", tmp_path / "copy.pt")
+    names = (run.path, tmp_path / "copy.pt", run.checkpoints / "last.pt")
+    of_run, of_copy, last = (facts_of(changed(merged(tiny), "model.weights", str(name))) for name in names)
+    assert compare([of_run, of_copy]).code == 0
+    assert compare([of_run, last]).code == 2
+
+
+def test_weights_that_cannot_be_read_are_the_problem(tiny: dict[str, Any]) -> None:
+    facts = facts_of(changed(merged(tiny), "model.weights", "/proc/self/mem"))  # a file for everyone, that nobody reads
+    assert facts.problem is not None
+    assert facts.problem[0] == StorageError.exit_code
+    assert "cannot read /proc/self/mem" in facts.problem[1]
+
+
 def test_only_some_files_of_a_large_set_are_read(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +192,30 @@ def test_only_some_files_of_a_large_set_are_read(
     assert [name for name in moved if name.startswith("the content of ")] == read, "chosen by names below the root"
 
 
-def test_shipped_config_says_all_that_must_agree() -> None:
-    settings = facts_of(load_config("demo.yaml")).settings
-    assert {"optim.lr", "the version of segapp", "the version of torch", "model.name"} <= settings.keys()
-    assert not {"data.root", "data.workers", "log.every_steps"} & settings.keys()
+OF_A_MACHINE = [
+    "data.root",
+    "data.image_dir",
+    "data.mask_dir",
+    "data.list_dir",
+    "data.valid_area",
+    "data.workers",
+    "data.cache",
+    "parallel.devices",
+    "parallel.memory_budget_mib",
+    "parallel.shares",
+]
+
+
+def test_every_other_key_of_a_config_must_agree() -> None:
+    config = load_config("demo.yaml")
+    keys = {
+        f"{section}.{key}"
+        for section, values in config.model_dump(mode="json").items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if section != "log" and not isinstance(value, dict | list)
+    }
+    settings = facts_of(config).settings
+    assert keys - settings.keys() == {key for key in OF_A_MACHINE if key in keys}
+    assert not {key for key in settings if key in OF_A_MACHINE or key.startswith("log.")}
+    assert {"seed", "the version of segapp", "the version of torch"} <= settings.keys()
