@@ -208,7 +208,7 @@ class Course:
     step: int | None = None
     """Step of the newest checkpoint."""
     end: dict[str, Any] | None = None
-    """The last `run_end`."""
+    """The `run_end`; None if the run has started again since then."""
     num_fallbacks: int = 0
     """Number of times that the run has found a way to continue with less memory."""
 
@@ -218,9 +218,10 @@ def read_course(path: Path) -> Course:
     folder = RunFolder(path)
     manifest = CheckpointFolder(folder.checkpoints).read_manifest()
     # Without its number, which changes if a resume removes events before it.
-    ends = [raw | {"seq": None} for raw in read_tail(folder.events) if raw["type"] == "run_end"]
+    known = [raw | {"seq": None} for raw in read_tail(folder.events) if raw["type"] in ("run_start", "run_end")]
+    end = known[-1] if known and known[-1]["type"] == "run_end" else None
     step = manifest.entries[0].step if manifest.entries else None
-    return Course(step, ends[-1] if ends else None, len(fallbacks_after(folder, 0)))
+    return Course(step, end, len(fallbacks_after(folder, 0)))
 
 
 def can_do_better(code: int, before: Course, after: Course, num_round: int) -> bool:

@@ -105,7 +105,7 @@ class SignedStore:
     """
 
     def __init__(self, store: Any, job: str, secret: bytes) -> None:
-        self.store = PrefixStore(f"segapp/{job}", store)
+        self.store: Any = PrefixStore(f"segapp/{job}", store)
         self._job, self._secret = job, secret
 
     def get(self, key: str) -> str | None:
@@ -118,11 +118,11 @@ class SignedStore:
 
     def first(self, key: str, value: str) -> str:
         """Set a value unless the key has one; return the one that it has."""
-        own = self._signed(key, value)
-        while (now := self.store.compare_set(key, "", own)) != own.encode():
+        own, replaced = self._signed(key, value), b""
+        while (now := self.store.compare_set(key, replaced, own)) != own.encode():
             if (valid := self._verified(key, now)) is not None:
                 return valid
-            self.store.delete_key(key)
+            replaced = b"" if now == replaced else now  # the store answers with this if the key is gone
         return value
 
     def _signed(self, key: str, value: str) -> str:

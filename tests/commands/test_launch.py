@@ -36,7 +36,7 @@ from segapp.errors import ConfigError, StorageError
 from segapp.parallel import agent as agents
 from segapp.parallel.agreement import MachineFacts
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
-from segapp.run.events import EventWriter, RunEnd, Step
+from segapp.run.events import EventWriter, RunEnd, RunStart, Step
 from segapp.run.folder import RunFolder
 from tests.support import ROOT
 from tests.support.live_runs import wait_for
@@ -340,9 +340,36 @@ def test_values_without_the_secret_are_ignored_and_replaced(capsys: pytest.Captu
     ]
 
 
+def test_value_of_another_agent_stays_while_a_forged_one_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other agent replaces the forged value after this one has read it."""
+    store = HashStore()
+    here, there = (agents.SignedStore(store, "a", b"secret") for _ in range(2))
+    here.store.set("code", "forged")
+    verified, told = here._verified, list[str]()
+
+    def slowly(key: str, signed: bytes) -> str | None:
+        if not told:
+            told.append(there.first("code", "3"))
+        return verified(key, signed)
+
+    monkeypatch.setattr(here, "_verified", slowly)
+    assert (here.first("code", "8"), told, here.get("code")) == ("3", ["3"], "3")
+
+
+START = RunStart(classes=["road"], num_params=9, batch_size=2, epochs=3, steps_per_epoch=5, devices=[])
+
+
 @pytest.mark.parametrize(
     ("ends", "code"),
-    [(["finished"], 0), (["stopped"], 8), (["finished", "stopped"], 8), (["failed", "finished"], 0), ([], 8)],
+    [
+        (["finished"], 0),
+        (["stopped"], 8),
+        (["finished", "stopped"], 8),
+        (["failed", "finished"], 0),
+        (["finished", None], 8),
+        ([None, "finished"], 0),
+        ([], 8),
+    ],
 )
 def test_success_is_what_the_run_says(
     ends: list[Any], code: int, run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -350,7 +377,7 @@ def test_success_is_what_the_run_says(
     monkeypatch.setattr("segapp.commands.launch._FINISH_S", 0.0)
     with EventWriter(run.events) as writer:
         for status in ends:
-            writer.write(RunEnd(status=status, reason="", exit_code=0))
+            writer.write(START if status is None else RunEnd(status=status, reason="", exit_code=0))
     assert RunPolicy(request_for(run.path)).code_of_success() == code
     assert ("does not say that the run has finished" in capsys.readouterr().err) == (code == 8)
 
