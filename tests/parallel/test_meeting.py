@@ -51,6 +51,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("node2", ["192.168.77.2"], False),
         ("head", ["192.168.77.1"], True),  # another name for this machine
         ("head", ["10.0.0.9", "fd00:77::1"], True),
+        ("head", ["127.0.1.1", "192.168.77.1"], True),
+        ("head", ["127.0.1.1", "10.0.0.9"], False),
         ("192.168.77.1", ["192.168.77.1"], True),
         ("fd00:77::1", ["fd00:77::1"], True),
         ("192.168.77.2", ["192.168.77.2"], False),
