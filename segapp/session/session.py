@@ -115,11 +115,11 @@ def run_session(
                 return stage.code
             except Exception as error:
                 known = as_segapp_error(error)
-                if not isinstance(error, SegappError) and not isinstance(known, DistributedError):
+                is_own = not isinstance(known, DistributedError)
+                is_said_here = ranks.world_size == 1 or leave_error(known.exit_code, str(known), is_own=is_own)
+                if not isinstance(error, SegappError) and is_own:
                     raise
-                if ranks.world_size == 1 or leave_error(
-                    known.exit_code, str(known), is_own=not isinstance(known, DistributedError)
-                ):
+                if is_said_here:
                     raise known from error
                 return known.exit_code  # another rank of this machine prints it
 
