@@ -10,7 +10,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def launch(request: LaunchRequest) -> int:
     os.environ[AGREED_VARIABLE] = "1"
     os.environ["SEGAPP_PARENT_PID"] = str(os.getpid())  # the ranks end with this process
     logging.disable(logging.ERROR)  # the ranks print their errors themselves
-    return run_job(options, shared_secret(request), policy, shutdown_s=grace_s)
+    return run_job(options, shared_secret(request), policy, shutdown_s=grace_s, master_port=fixed_port(request.others))
 
 
 def _num_local_ranks(request: LaunchRequest) -> int:
@@ -193,6 +193,12 @@ def own_address(endpoint: str, wanted: str | None = None) -> str:
         raise ConfigError(f"--rdzv-endpoint {endpoint}: {error}").see("several-machines") from None
 
 
+def fixed_port(words: Sequence[str]) -> int | None:
+    """Return the port of `--master-port=PORT` among the options of torchrun, which has a default for it; None: none."""
+    ports = [word.partition("=")[2] for word in words if word.replace("_", "-").startswith("--master-port=")]
+    return int(ports[-1]) if ports and ports[-1].isdecimal() else None
+
+
 def _grace_s(request: LaunchRequest) -> float:
     """Return the seconds that ranks have to save. If the config cannot be used, the ranks report it."""
     try:
@@ -263,7 +269,9 @@ class RunPolicy:
                     if request.config is not None
                     else plan_request(None, request.overrides, request.run, request.resume or "auto").config
                 )
-                self._facts = facts_of(config)
+                facts = facts_of(config)
+                port = {"--master-port": str(fixed_port(request.others) or "a free one")}
+                self._facts = replace(facts, settings={**facts.settings, **port})
             except SegappError as error:
                 self._facts = MachineFacts(socket.gethostname(), problem=(error.exit_code, str(error)))
         return self._facts

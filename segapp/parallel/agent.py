@@ -241,8 +241,6 @@ class Agent(LocalElasticAgent):
             )
         store: Any = worker_group.store
         self._job = SignedStore(store.underlying_store, self._handler.get_run_id(), self._secret)
-        if worker_group.spec.master_port:  # torch has chosen a free one
-            worker_group.master_port = worker_group.spec.master_port  # type: ignore[assignment]
         try:
             told = self._sent_by_all(self._job, number, num_machines)
             self._agree(self._job, [facts for _, facts in told], number)
@@ -527,7 +525,9 @@ class SignedBackend(C10dRendezvousBackend):
         return state
 
 
-def run_job(options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: float) -> int:
+def run_job(
+    options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: float, master_port: int | None = None
+) -> int:
     """Run the ranks of this machine, and return the exit code of the job.
 
     SIGINT and SIGTERM are passed on to the ranks, which save and end; SIGUSR1 is passed on, too.
@@ -537,6 +537,7 @@ def run_job(options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: fl
         secret: the secret that the agents of the job share.
         policy: the arguments of the ranks, and the decision after the end of one.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
+        master_port: port of the store of the ranks, the same on all machines; None: a free one.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart joins the old store
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's own handling loses the ranks' exit codes
@@ -565,6 +566,7 @@ def run_job(options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: fl
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         rdzv_handler=handler,
+        master_port=master_port,
         **{name: getattr(config, name) for name in shared},
     )
     agent = Agent(

@@ -14,7 +14,7 @@ import torch
 from segapp.checkpoint import saver as module
 from segapp.checkpoint.saver import MAX_RETRY_S, Captured, CheckpointSaver, Position, SaveRules
 from segapp.checkpoint.training_state import load_checkpoint, save_checkpoint
-from segapp.errors import NonFiniteError, StorageError
+from segapp.errors import DiskFullError, NonFiniteError, StorageError
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.events import Alert, Checkpoint, Event, EventLog
@@ -29,7 +29,7 @@ class Disk:
 
     def __init__(self, training: Training) -> None:
         self.training, self.write_s = training, 0.0
-        self.num_failures = 0
+        self.num_failures, self.error = 0, StorageError
         self.may_write = threading.Event()
         self.may_write.set()
         self.steps: list[int] = []
@@ -38,7 +38,7 @@ class Disk:
         assert self.may_write.wait(60)
         if self.num_failures:
             self.num_failures -= 1
-            raise StorageError("the disk is full")
+            raise self.error("the disk is full")
         self.steps.append(facts.step)
         self.training.now_s += self.write_s
         return save_checkpoint(folder, state, facts, **options)
@@ -63,6 +63,9 @@ class Training:
         return self.now_s
 
     perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
     def capture(self) -> Captured:
         self.now_s += self.copy_s
@@ -120,6 +123,45 @@ def test_failed_saves_are_retried_ever_later(tmp_path: Path, monkeypatch: pytest
     saver.begin()
     assert not saver.wait()
     assert training.alerts()[-1].endswith("tried again in 30 s"), "after a success the first wait holds again"
+
+
+def test_last_save_waits_for_space(training: Training) -> None:
+    training.store.num_failures, training.store.error = 8, DiskFullError
+    training.saver.finish(training.position, is_required=True, waits_for_space=True)
+    assert load_checkpoint(training.folder).step == 1
+    assert 1080 <= training.now_s <= 1082, "an attempt every 10 s"
+    said = [
+        f"the disk is full; the run has ended, and its last save waits for space, for at most {s} s" for s in (600, 540)
+    ]
+    assert training.alerts() == said, "a line each minute"
+
+
+def test_last_save_waits_for_ten_minutes_at_most(training: Training) -> None:
+    training.store.num_failures, training.store.error = 1000, DiskFullError
+    with pytest.raises(DiskFullError):
+        training.saver.finish(training.position, is_required=True, waits_for_space=True)
+    assert 1600 <= training.now_s < 1615
+
+
+@pytest.mark.parametrize(("error", "waits"), [(StorageError, True), (DiskFullError, False)])
+def test_other_last_saves_fail_at_once(training: Training, error: type[StorageError], waits: bool) -> None:
+    training.store.num_failures, training.store.error = 1, error
+    with pytest.raises(error):
+        training.saver.finish(training.position, is_required=True, waits_for_space=waits)
+    assert training.now_s < 1001
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["this rank", "another rank"])
+def test_stop_ends_the_wait_for_space(training: Training, is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    training.store.num_failures, training.store.error = 1000, DiskFullError
+    stops = iter([False, False, True])
+    if is_own:
+        monkeypatch.setattr(training.saver, "_is_stopped", lambda: training.now_s > 1015)
+    else:
+        monkeypatch.setattr(training.saver._ranks, "any_of", lambda own: (own or next(stops),))
+    with pytest.raises(DiskFullError):
+        training.saver.finish(training.position, is_required=True, waits_for_space=True)
+    assert training.now_s < 1031
 
 
 def test_due_save_is_skipped_while_the_writer_is_busy(training: Training) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from segapp.__main__ import main
 from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_better, own_address, shared_secret
+from segapp.commands.launch import launch as run_launch
 from segapp.config import dump_config
 from segapp.errors import ConfigError, StorageError
 from segapp.parallel import agent as agents
@@ -315,6 +316,25 @@ def test_machines_of_a_meeting_agree_on_the_round(monkeypatch: pytest.MonkeyPatc
     assert agent._round == 8
     assert agent._job is not None
     assert agent._job.get("record") is None, "machine 0 writes it"
+
+
+@pytest.mark.parametrize(
+    ("others", "port"), [([], None), (["--master-port=29501"], 29501), (["--master_port=7", "--tee=3"], 7)]
+)
+def test_port_of_the_ranks_can_be_fixed(
+    others: list[str], port: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(os, "environ", {**os.environ, "SEGAPP_LAUNCH_SECRET": "x" * 16})
+    monkeypatch.setattr("logging.disable", lambda _: None)
+    monkeypatch.setattr(
+        "segapp.commands.launch.run_job", lambda *args, **words: seen.update(words, policy=args[2]) or 0
+    )
+    request = request_for(tmp_path / "run", rdzv_endpoint="127.0.0.1:29500", others=others, config="demo.yaml")
+    assert run_launch(request) == 0
+    assert seen["master_port"] == port
+    monkeypatch.setattr("segapp.commands.launch.facts_of", lambda _config: OWN)
+    assert seen["policy"].facts().settings == {**OWN.settings, "--master-port": str(port or "a free one")}
 
 
 def test_values_without_the_secret_are_ignored_and_replaced(capsys: pytest.CaptureFixture[str]) -> None:
