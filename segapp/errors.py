@@ -27,6 +27,7 @@ __all__ = [
     "CommandError",
     "ConfigError",
     "DataError",
+    "DiskFullError",
     "DistributedError",
     "NonFiniteError",
     "OutOfMemoryError",

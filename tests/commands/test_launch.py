@@ -360,7 +360,7 @@ def test_values_without_the_secret_are_ignored_and_replaced(capsys: pytest.Captu
     ]
 
 
-def test_value_of_another_agent_stays_while_a_forged_one_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forged_value_is_replaced_and_a_valid_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other agent replaces the forged value after this one has read it."""
     store = HashStore()
     here, there = (agents.SignedStore(store, "a", b"secret") for _ in range(2))

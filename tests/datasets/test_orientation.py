@@ -78,7 +78,7 @@ def test_masks_of_the_stored_size_are_turned_and_named(tmp_path: Path, capsys: p
     save_mask(tmp_path / "d" / "masks" / "0023.png", truth("0023"))
     config, said = proposed(tmp_path / "d")
     assert_true(config)
-    assert "sizes agree in 3 of 3 pairs" in said
+    assert "sizes agree in 5 of 5 pairs" in said
     assert "2 of 6 photos have the size of their mask or annotation only before their EXIF orientation is" in said
     assert "taken to be drawn" not in said
     found = findings(config, capsys)

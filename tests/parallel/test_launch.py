@@ -181,13 +181,22 @@ def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
 
 
 OWN_ERROR = """
-import os, sys, time
+import os, signal, sys, time
+from pathlib import Path
 rank, code = int(os.environ["RANK"]), int(sys.argv[1 + int(os.environ["RANK"])])
-time.sleep(0.1 * [2, 0, 1][rank])
+said, order = Path(sys.argv[-1]), [1, 2, 0]  # rank 1 fails first
+def wait_for(others):
+    while not all(said.with_suffix(f".{other}").exists() for other in others):
+        time.sleep(0.01)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others after the first
+wait_for(order[: order.index(rank)])
 message = "another rank does not answer" if code == 8 else f"rank {rank} cannot read a file"
 is_printed = code in (0, 75) or launch.leave_error(code, message, is_own=code != 8)
-print(f"{message}: {is_printed}", file=open(sys.argv[-1], "a"))
-time.sleep(0.1 * [0, 6, 3][rank])  # the one that failed first ends last
+with said.open("a") as file:
+    print(f"{message}: {is_printed}", file=file)
+said.with_suffix(f".{rank}").touch()
+wait_for(order)
+time.sleep(0.2 * order[::-1].index(rank))  # the one that failed first ends last
 sys.exit(code)
 """
 
