@@ -120,9 +120,10 @@ def init_from_env(
             device_id=rank_device if chosen == "nccl" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
+        reason = str(error) if isinstance(error, MeetingError) else f"{type(error).__name__}: {error}"
         raise DistributedSetupError(
             f"rank {rank} of {world_size} could not join the others at {address} within {start_timeout_s:g} s"
-            f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
+            f" ({reason}): check that every rank runs and reaches that address"
         ) from error
     if chosen == "nccl" and world_size > 1:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
