@@ -249,15 +249,22 @@ def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[Rec
     inbox = Path(folder) / "commands"
     by_id = {command_id: name for name in reversed(_names_in(inbox)) if (command_id := _id_of(name)) not in handled}
     names, deadline_s = sorted(by_id.values()), time.monotonic() + _MAX_READ_S  # a copy of a command is left out
-    commands = [_receive(inbox / name) for name in names if time.monotonic() < deadline_s]
-    if len(names) <= MAX_WAITING:
+    is_flood = len(names) > MAX_WAITING
+    # Of a flood, there may be no time to read all, and whoever answers it with a command sends the newest.
+    ordered = reversed(names) if is_flood else names
+    read = {name: _receive(inbox / name) for name in ordered if time.monotonic() < deadline_s}
+    commands = [read[name] for name in names if name in read]
+    if not is_flood:
         return commands
     if urgent := [each for each in commands if each.text in ("stop", "pause", "resume")]:
         return urgent
     why = f"{len(names)} files wait in the inbox, and at most {MAX_WAITING} may: send it again when they are answered"
-    return commands[:MAX_WAITING] + [
-        each if each.text.startswith(("stop", "cancel")) else replace(each, command=None, problem=why)
-        for each in commands[MAX_WAITING:]
+    newer = set(names[MAX_WAITING:])
+    return [
+        replace(each, command=None, problem=why)
+        if name in newer and not each.text.startswith(("stop", "cancel"))
+        else each
+        for name, each in sorted(read.items())
     ]
 
 

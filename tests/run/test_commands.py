@@ -1,11 +1,13 @@
 """Commands as typed text and as files of the inbox: parsing, order, crashes, damaged and foreign files."""
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -271,8 +273,10 @@ def test_crowd_is_refused_newest_first_but_for_urgent_ones(run, monkeypatch):
     with pytest.raises(CommandError, match=r"set was not sent: 1104 files wait in .*, and at most 1000 may: wait for"):
         send_command(run, SetCommand(lr_factor=1))
     assert send_command(run, StopCommand(when="epoch")) == drain_commands(run, {each.id for each in urgent})[-2].id
-    monkeypatch.setattr("segapp.run.commands._MAX_READ_S", 0.0)
-    assert len(drain_commands(run, {each.id for each in urgent})) < 9
     assert drain_commands(Path("/nowhere")) == []
     with pytest.raises(CommandError, match="cannot send"):
         send_command("/nowhere", PauseCommand())
+    # A second for each file: there is time for the folder, the stop of an epoch, one checkpoint and the stop
+    monkeypatch.setattr("segapp.run.commands.time", SimpleNamespace(monotonic=itertools.count(step=1.0).__next__))
+    monkeypatch.setattr("segapp.run.commands._MAX_READ_S", 5.0)
+    assert [each.text for each in drain_commands(run)] == ["stop"], "of a flood, the newest are read first"

@@ -21,6 +21,7 @@ from segapp.datasets.layouts.formats import DataLocation, find_pairs
 from segapp.errors import ConfigError, DataError
 from segapp.memory.plan import GpuSpec
 from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.proposal import MIN_MEAN_KEPT
 from segapp.run.words import duration
 from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, listing, names_read, proposed
 from tests.support.fake_smi import FOUR, smi_of
@@ -92,8 +93,9 @@ def test_real_camvid_is_recognised(camvid: Path, tmp_path: Path) -> None:
     assert (config.loss.class_weights, config.loss.plus, config.data.augment) == ("enet", [], None)
     text = (tmp_path / "x.yaml").read_text()
     assert re.search(r"\n# class +pixels +4 px +8 px +16 px +32 px\n", text)
-    assert re.search(r"\n# pole +1\.08% +0\.750 +0\.473 ", text)  # IoU 0.602 at stride 4, measured independently
-    assert "class_weights: enet  # the rarest of 11 classes has 0.25% of the pixels" in text
+    # By avg_pool2d and interpolate of torch in float64, over the same 200 masks: IoU 0.564 at stride 4
+    assert re.search(r"\n# pole +1\.00% +0\.721 +0\.423 ", text)
+    assert "class_weights: enet  # the rarest of 11 classes has 0.30% of the pixels" in text
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_flips_are_what_the_masks_and_the_crop_allow(
 
 
 def test_class_that_a_mean_hides_is_not_lost(tmp_path: Path) -> None:
-    """Eleven classes that stride 8 keeps, and a line of one pixel: their mean Dice is above 0.9."""
+    """Eleven classes that stride 8 keeps, and a line of one pixel: their mean Dice would suffice."""
     for number in range(8):
         mask = np.repeat(np.repeat(np.arange(12, dtype=np.uint8).reshape(3, 4) % 11, 64, 0), 64, 1)
         mask[:, 5 + number] = 11
@@ -244,7 +246,7 @@ def test_class_that_a_mean_hides_is_not_lost(tmp_path: Path) -> None:
     config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert result.facts.fingerprint is not None
     kept = result.facts.fingerprint.kept_of_classes(8)
-    assert (sum(kept) / 12 > 0.9, kept[11]) == (True, 0)
+    assert (sum(kept) / 12 > MIN_MEAN_KEPT, kept[11]) == (True, 0)
     assert config.model.name == "Unet"
 
 
