@@ -85,6 +85,7 @@ KINDS = [*SAVED, "masks of classes", "geojson", "gpkg", "coco"]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prediction_is_whole_or_not_there(

@@ -108,6 +108,7 @@ def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
     return F.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=is_aligned)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", KEYS)
 def test_one_image_has_one_prediction_in_every_use(
     key: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
