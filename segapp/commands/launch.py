@@ -39,7 +39,7 @@ from segapp.run.folder import RunFolder
 from segapp.run.state import read_tail
 from segapp.session.machine_facts import facts_of
 from segapp.session.request import plan_request
-from segapp.training.recovery import fallbacks_after
+from segapp.training.live.replay import fallbacks_after
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 _ERRORS = (ConfigError, DataError, CheckpointError, NonFiniteError, StorageError)

@@ -533,7 +533,7 @@ RecomputeChoice = Literal["config", "off", "all"]
 
 
 class LiveSettings(BaseModel):
-    """Settings that commands may change during a run."""
+    """Settings that commands and out-of-memory errors may change during a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -543,3 +543,12 @@ class LiveSettings(BaseModel):
     shares: list[int] | None = None
     lr_factor: float = 1.0
     recompute: RecomputeChoice = "config"
+    num_pieces: int = 1
+    """Parts of a micro-batch that are computed one after the other. It and the next three change after an out-of-memory
+    error."""
+    is_eval_single: bool = False
+    """Evaluate image by image, whatever `eval.batch_size` is."""
+    window_px: tuple[int, int] | None = None
+    """Evaluate in windows of at most this height and width; None: as configured."""
+    is_recomputed: bool = False
+    """True if `recompute` is `all` because of an out-of-memory error."""

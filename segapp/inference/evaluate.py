@@ -32,7 +32,7 @@ from segapp.datasets.resources import freed_memory_kept
 from segapp.errors import OutOfMemoryError
 from segapp.failpoints import failpoint
 from segapp.inference.predict.predictor import EnsemblePredictor, plan_workspace, predict_strips
-from segapp.inference.sliding import Inference, without_cudnn_benchmark
+from segapp.inference.sliding import Inference, smaller_window, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
 from segapp.losses import AdditiveCriterion, CriterionCE
 from segapp.losses.confusion import View, upsample_confusion, upsample_label_counts, upsample_logits
@@ -41,8 +41,6 @@ from segapp.metrics import SegmentationScores, counts_for
 from segapp.models import SegmentationModel
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import score_by_name, score_named, table_of
-
-MIN_WINDOW_PX = 64
 
 
 @dataclass(frozen=True)
@@ -397,15 +395,15 @@ class Evaluator(DeviceCounter):
 
     def _smaller(self, inference: Inference, size: tuple[int, int], num_images: int) -> Inference:
         """Return an inference whose windows have half the side."""
-        height, width = inference.window_px or size
-        if self.model.fixed_size_px is not None or max(height, width) <= MIN_WINDOW_PX:
+        before = inference.window_px or size
+        window = None if self.model.fixed_size_px is not None else smaller_window(before)
+        if window is None:
             raise OutOfMemoryError(
-                f"{self.settings.device}: a window of {height}x{width} px of {num_images} images does not fit: "
+                f"{self.settings.device}: a window of {before[0]}x{before[1]} px of {num_images} images does not fit: "
                 "free memory, lower eval.batch_size, or name other --devices",
                 key="eval.batch_size",
                 value=num_images,
             )
-        window = max(MIN_WINDOW_PX, height // 2), max(MIN_WINDOW_PX, width // 2)
         self.notes.append(
             f"images that do not fit into the memory of {self.settings.device} were evaluated in windows of "
             f"{window[0]}x{window[1]} px"

@@ -123,6 +123,19 @@ def without_cudnn_benchmark() -> Iterator[None]:
         torch.backends.cudnn.benchmark = was_on
 
 
+MIN_WINDOW_PX = 64
+
+
+def smaller_window(window: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the next window to try after an out-of-memory error, with half the sides; None if none is smaller.
+
+    >>> smaller_window((200, 96)), smaller_window((64, 40))
+    ((100, 64), None)
+    """
+    height, width = (min(side, max(MIN_WINDOW_PX, side // 2)) for side in window)
+    return None if (height, width) == window else (height, width)
+
+
 @dataclass(frozen=True)
 class Inference:
     """Settings of the computation of logits for whole images."""
@@ -139,6 +152,13 @@ class Inference:
     @property
     def multilabel(self) -> bool:
         return self.threshold is not None
+
+    def within(self, window_px: tuple[int, int] | None) -> Inference:
+        """Return this inference in windows of at most a height and width; None: as it is."""
+        if window_px is None:
+            return self
+        height, width = self.window_px or window_px
+        return replace(self, window_px=(min(height, window_px[0]), min(width, window_px[1])))
 
     def labels(self, views: Tensor | list[View], size: tuple[int, int]) -> Tensor:
         """Return the classes (N, H, W) of `views`: ids, or sets of classes as int32 (bit c for class c)."""

@@ -260,11 +260,16 @@ class SavedMemoryPlan:
     recompute: BlocksPerDevice | None = None
     """With `train.recompute: auto`: the recomputed blocks."""
 
-    def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
+    def predicted_mib(
+        self, split: Sequence[int] | None, *, has_own_blocks: bool = True, is_shared: bool = False
+    ) -> tuple[float | None, ...]:
         """Return the predicted peak of each device under a split; empty if the plan does not have the split.
 
-        The split is None in a mode that has only one.
+        The split is None in a mode that has only one. The plan says nothing if other blocks are recomputed than its own
+        (`has_own_blocks`), or of logical devices, which share one memory (`is_shared`).
         """
+        if is_shared or not has_own_blocks:
+            return ()
         if split is None:
             return self.tensors_mib[0] if len(self.tensors_mib) == 1 else ()
         return dict(zip(self.splits, self.tensors_mib, strict=True)).get(tuple(split), ())

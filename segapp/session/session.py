@@ -59,8 +59,9 @@ from segapp.session.request import TrainRequest, taken_note
 from segapp.session.start_checks import changed_length_note
 from segapp.session.trainer import build_trainer
 from segapp.training.console import PlainReporter
-from segapp.training.context import DeviceLocations, RunContext, shares_note, topology_event
-from segapp.training.recovery import report_reverted_split
+from segapp.training.context import DeviceLocations, RunContext
+from segapp.training.live.replay import report_reverted_split
+from segapp.training.live.start import shares_note, topology_event
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
@@ -473,7 +474,7 @@ def _prepare_events(
         for message in checkpoint.messages:
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
         split = trainer.controller.batch_split.current
-        topology = topology_event(checkpoint.state.get("topology"), context.locations, split, checkpoint.step)
+        topology = topology_event(checkpoint.state["topology"], context.locations, split, checkpoint.step)
         if topology is not None:
             event_log.emit(topology)
         if (note := shares_note(config, context.locations, split)) is not None:

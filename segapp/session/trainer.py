@@ -19,7 +19,7 @@ from segapp.assembly.pairs import build_scheme, check_splits_apart, count_images
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
-from segapp.config import DataConfig, LiveSettings, RunConfig, dump_config
+from segapp.config import DataConfig, RunConfig, dump_config
 from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.inspection import check_ranges
@@ -39,12 +39,14 @@ from segapp.run.words import announce
 from segapp.scores import score_named
 from segapp.session.request import ImageLimit
 from segapp.session.start_checks import check_crop, run_length, start_alerts, start_notes
-from segapp.training.batch_split import BatchSplitController
-from segapp.training.commands import CommandController, RecomputableBlocks
-from segapp.training.context import RunContext, TrainerSettings, TrainingFacts, first_split
-from segapp.training.inbox import Inbox, applied_after
+from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
+from segapp.training.inbox import Inbox
+from segapp.training.live.apply import BatchSplit, RecomputableBlocks
+from segapp.training.live.commands import CommandController
+from segapp.training.live.oom import OomPolicy
+from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits, without_failures
+from segapp.training.live.start import Start, start_of
 from segapp.training.progress import Timetable
-from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.reporting import cache_notes
 from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts, set_momentum
 from segapp.training.step.engine import StepEngine
@@ -95,9 +97,9 @@ def build_trainer(
     context.signals.check()
     is_second_trial = limit is not None and checkpoint is not None  # the first trial has printed every message
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
-    split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.locations)
+    start, failed = _start_of(config, context, saved_plan, checkpoint)
     with own_generator(config.seed):  # threads of the caller may draw from the process's generator meanwhile
-        assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, split)
+        assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, start)
     memory_note = momentum_note = None
     if checkpoint is None:
         check_crop(config.data, _largest_px(config.data, train_set, limit), parts.model)
@@ -109,8 +111,9 @@ def build_trainer(
         if ranks.is_main:
             context.folder.write_config(dump_config(config))
     engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark)
-    step = 0 if checkpoint is None else checkpoint.step
-    controller = build_controller(config, context, devices, engine, saved_plan, split, step)
+    controller = build_controller(config, context, devices, engine, saved_plan, start)
+    for split in failed:
+        controller.batch_split.record_failure(split)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.is_aligned)
     torch.manual_seed(config.seed + ranks.rank)  # each rank has its own numbers for a network that draws them itself
     train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine, limit)
@@ -123,7 +126,6 @@ def build_trainer(
         accumulate=config.train.accumulate,
         eval_batch_size=config.eval.batch_size,
         crop_px=config.data.crop_px,
-        to_adopt=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
     facts = _facts(config, context, devices, engine, train_loader, len(val_set))
     facts = dataclasses.replace(facts, is_trial=limit is not None)
@@ -267,30 +269,38 @@ def build_controller(
     devices: DevicePlan,
     engine: StepEngine,
     saved_plan: SavedMemoryPlan | None,
-    split: tuple[int | None, list[int] | None],
-    step: int = 0,
+    start: Start,
 ) -> CommandController:
-    """Build the handler of commands, with the settings that the training begins with (`first_split`).
-
-    Settings that were applied during earlier steps are applied again.
-    """
-    ranks = context.ranks
-    inbox = Inbox(context.folder if ranks.is_main else None, context.event_log)
-    replay = ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None)
-    batch_split = BatchSplitController(
-        engine.network,
-        config.train.batch_size,
-        devices.mode,
-        saved_plan,
-    )
-    gpu0_bsz, shares = split
-    settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=config.parallel.gpu0_bsz == "auto", shares=shares)
-    problem = "train.compile is on" if config.train.compile else None
-    recompute = RecomputableBlocks(engine.model, len(engine.network.devices), problem)
-    memory = context.device_memory
+    """Build the handler of commands, with the settings that the training begins with."""
     return CommandController(
-        inbox, context.event_log, batch_split, memory, settings, recompute=recompute, replay=replay or ()
+        Inbox(context.folder if context.ranks.is_main else None, context.event_log),
+        context.event_log,
+        BatchSplit(engine.network, config.train.batch_size, devices.mode, saved_plan),
+        context.device_memory,
+        start,
+        blocks=RecomputableBlocks(
+            engine.model, len(engine.network.devices), "train.compile is on" if config.train.compile else None
+        ),
     )
+
+
+def _start_of(
+    config: RunConfig, context: RunContext, saved_plan: SavedMemoryPlan | None, checkpoint: LoadedCheckpoint | None
+) -> tuple[Start, set[tuple[int, ...]]]:
+    """Return the settings of the first step, and the splits that ran out of memory on a rank since the checkpoint."""
+    step, folder, ranks = 0 if checkpoint is None else checkpoint.step, context.folder, context.ranks
+    fallbacks = ranks.from_main(fallbacks_after(folder, step) if ranks.is_main else None)
+    changes = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
+    failed = {tuple(split) for each in fallbacks for split in each.values.get("failed_splits", ())}
+    start = start_of(
+        config,
+        None if saved_plan is None else saved_plan.gpu0_bsz,
+        context.locations,
+        None if checkpoint is None else checkpoint.state,
+        [*changes, *(without_failures(each) for each in fallbacks)],
+        ranks.from_main(reverted_splits(folder.events) if ranks.is_main else None),
+    )
+    return start, failed
 
 
 def _largest_px(data: DataConfig, train_set: SegmentationDataset, limit: ImageLimit | None) -> tuple[int, int] | None:
@@ -334,7 +344,7 @@ def _build_parts(
     train_set: SegmentationDataset,
     saved_plan: SavedMemoryPlan | None,
     checkpoint: LoadedCheckpoint | None,
-    split: tuple[int | None, list[int] | None],
+    start: Start,
 ) -> tuple[StepAssembler, StepParts, StepLayout]:
     """Build the modules of a step, with the frozen base of a checkpoint, and say how a step is divided."""
     scheme = train_set.scheme
@@ -342,10 +352,9 @@ def _build_parts(
     sets = saved_plan.recompute if saved_plan is not None and config.train.recompute == "auto" else None
     if sets is not None and devices.mode == "ddp":
         sets = (sets[ranks.rank],)
-    gpu0_bsz, shares = split
-    layout = StepLayout(
-        devices.mode, devices.devices, gpu0_bsz, None if shares is None else tuple(shares), recompute=sets
-    )
+    live = start.divisible(config.train.batch_size, ranks.world_size * len(devices.devices))
+    shares = None if live.shares is None else tuple(live.shares)
+    layout = StepLayout(devices.mode, devices.devices, live.gpu0_bsz, shares, recompute=sets)
     parts = assembler.build_parts(
         layout,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from segapp.failpoints import failpoint
@@ -91,23 +90,3 @@ class Inbox:
 
     def _is_disk_full(self) -> bool:
         return self._event_log.writer is not None and self._event_log.writer.num_pending > 0
-
-
-def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
-    """Return the settings that were applied at or after a step, for a training that goes back to it.
-
-    Each has the step from which it applied, and the new settings by name. Changes by `auto` are included; reverted
-    splits are not.
-    """
-    applied: dict[str, tuple[int, dict[str, Any]]] = {}
-    for event in EventReader(events).read_kinds("gpu0_bsz", "command"):
-        status, at = event.get("status"), int(event.get("step") or 0)
-        key = str(event.get("id") or f"auto at {event.get('epoch')}")
-        if event["type"] == "gpu0_bsz" and status == "reverted" and key in applied:
-            applied[key][1].pop("gpu0_bsz", None)
-            applied[key][1].pop("shares", None)
-        elif event["type"] == "gpu0_bsz" and status == "applied" and event.get("id") is None and at >= step:
-            applied[key] = at, {"gpu0_bsz": event.get("new"), "gpu0_bsz_auto": True}
-        elif event["type"] == "command" and status == "applied" and at >= step:
-            applied[key] = at, dict(event.get("changes") or {})
-    return [(at, changes) for at, changes in applied.values() if changes]

@@ -20,11 +20,10 @@ from segapp.memory.counters import DeviceMemoryTracker
 from segapp.models.keys import random_modules
 from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Heartbeat, Recompute, Step, Val
 from segapp.run.words import size
-from segapp.training.commands import CommandController
 from segapp.training.context import TrainerSettings, TrainingFacts
 from segapp.training.learning import LearningWatch
+from segapp.training.live.commands import CommandController
 from segapp.training.progress import Timetable, TrainingProgress
-from segapp.training.recovery import OomPolicy
 from segapp.training.step.engine import StepEngine, StepResult
 
 Activity = Literal["train", "load", "eval", "save", "paused"]
@@ -251,7 +250,6 @@ class TrainingReporter:
     clock: Clock
     engine: StepEngine
     controller: CommandController
-    oom_policy: OomPolicy
     train_loader: TrainLoader
     val_set: SegmentationDataset
 
@@ -306,7 +304,8 @@ class TrainingReporter:
 
     def recompute(self) -> None:
         """Emit `recompute` if the recomputed blocks differ from the previous step's; every rank must call it."""
-        choice, controller = self.controller.settings.recompute, self.controller
+        controller, live = self.controller, self.controller.settings
+        choice = live.recompute
         if choice == self._choice:
             return
         self._choice = choice
@@ -314,14 +313,13 @@ class TrainingReporter:
         if blocks == self._blocks or not (any(blocks) or any(self._blocks)):
             return
         self._blocks = blocks
-        is_fallback = self.oom_policy.fallbacks.is_recomputed
-        reason = "train.recompute" if choice == "config" else "out of memory" if is_fallback else "by hand"
+        reason = "train.recompute" if choice == "config" else "out of memory" if live.is_recomputed else "by hand"
         self.event_log.emit(
             Recompute(
                 step=self.progress.position.step,
                 choice=choice,
                 blocks=blocks,
-                num_blocks=len(controller.recompute.names),
+                num_blocks=len(controller.blocks.names),
                 reason=reason,
             )
         )
@@ -336,7 +334,7 @@ class TrainingReporter:
         # Settings that the time of a step depends on and that may change within a run.
         conditions = (
             self.controller.batch_split.current,
-            self.oom_policy.fallbacks.num_pieces,
+            self.controller.settings.num_pieces,
             self.controller.recomputed,
             bool(self.engine.model.frozen_parameters),
         )

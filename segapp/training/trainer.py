@@ -24,11 +24,11 @@ from segapp.inference.evaluate import Evaluation
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import is_out_of_memory
 from segapp.optim import Plateau
-from segapp.training.commands import CommandController
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.inbox import FinalStatus
+from segapp.training.live.commands import CommandController
+from segapp.training.live.oom import OomPolicy
 from segapp.training.progress import Best, LossWatch, TrainingProgress
-from segapp.training.recovery import MemoryFallbacks, OomPolicy
 from segapp.training.reporting import ActivityLog, TrainingReporter, images_in
 from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.step.engine import StepEngine, StepResult
@@ -168,7 +168,6 @@ class Trainer:
             self.activities.clock,
             engine,
             controller,
-            oom_policy,
             train_loader,
             validation.loader.dataset,
         )
@@ -261,7 +260,7 @@ class Trainer:
             batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=self.progress.epochs)
             clock.restart()
             group = self._next_group(batches)
-            self.validation.prepare(self.oom_policy.fallbacks)
+            self.validation.prepare(self.live)
             if at.step == 0:
                 self.reporter.alert("data", *self.validation.draw_first_batch(group[0]))
         num_images = len(self.train_loader.dataset)
@@ -349,10 +348,10 @@ class Trainer:
         with self.activities.during("eval"):
             before_s = clock.spent_s("eval")
             evaluation = self.oom_policy.make_evaluation(
-                lambda fallbacks: self.validation.run(fallbacks, check, progress), self.position
+                lambda live: self.validation.run(live, check, progress), self.position
             )
             self.reporter.validation(evaluation, clock.spent_s("eval") - before_s)
-            self.validation.draw_samples(self.position.epoch, self.oom_policy.fallbacks)
+            self.validation.draw_samples(self.position.epoch, self.live)
         return evaluation
 
     @property
@@ -367,8 +366,6 @@ class Trainer:
         is_unfreezing = last_frozen is not None and is_frozen and self.position.epoch > last_frozen
         self.controller.add_automatic_changes(self.position.step, is_frozen=is_frozen)
         requested = self.ranks.from_main(self.controller.requests.settings or self.live)
-        if requested.recompute != self.live.recompute:
-            self.oom_policy.drop_automatic_recompute()
         changing = ("gpu0_bsz", "shares", "recompute")
         if any(getattr(requested, name) != getattr(self.live, name) for name in changing):
             if self.saver.is_affordable():
@@ -473,7 +470,7 @@ class Trainer:
             "best": vars(self.progress.best).copy(),
             "plateau": None if self.plateau is None else self.plateau.state_dict(),
             "settings": self.live.model_dump(),
-            "fallbacks": self.oom_policy.fallbacks.to_json(),
+            "trial": None if (trial := self.controller.record.trial) is None else trial.to_state(),
             "memory": self.controller.batch_split.state_dict(),
             "topology": self.locations.to_state(self.controller.batch_split.current),
             "rng": self.ranks.gather(capture_rng()),
@@ -484,26 +481,19 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, at exactly the position where it was saved.
+        """Continue from a saved state, at exactly the position where it was saved; the controller has its settings.
 
         Raises:
             CheckpointError: it does not fit this training.
         """
         self.engine.load_state_dict(state)
-        saved, present = state["config"], self.facts.config
-        old, new = (config.get("checkpoint", {}).get("monitor", "miou") for config in (saved, present))
+        configs = state["config"], self.facts.config
+        old, new = (config.get("checkpoint", {}).get("monitor", "miou") for config in configs)
         has_same_monitor = old == new  # the best value of another score is no measure for this one
         self.progress.restore(Position(**state["position"]), Best(**state["best"]) if has_same_monitor else Best())
         if self.plateau is not None:
             best = {} if has_same_monitor else {"best": None, "num_bad": 0}
             self.plateau.load_state_dict(state["plateau"] | best)
-        settings = LiveSettings(**state["settings"])
-        self.oom_policy.fallbacks = MemoryFallbacks.from_json(state.get("fallbacks", {}))
-        if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
-            settings = settings.model_copy(update={"recompute": "config"})
-            self.oom_policy.drop_automatic_recompute(is_dropped_for_good=True)
-        is_replanned = self.locations.have_other_number(state.get("topology"))
-        self.controller.restore_settings(settings, saved["parallel"], present["parallel"], is_replanned=is_replanned)
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

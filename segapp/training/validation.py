@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from segapp.config import LiveSettings
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader
@@ -24,7 +25,6 @@ from segapp.models import SegmentationModel
 from segapp.run.files import write_atomic
 from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import first_line
-from segapp.training.recovery import MemoryFallbacks
 from segapp.training.step.engine import StepEngine
 
 PANEL_PX = 320
@@ -47,13 +47,13 @@ class SamplePictures:
         self,
         model: SegmentationModel,
         epoch: int,
-        adapted: Callable[[Inference], Inference] = lambda plain: plain,
+        window_px: tuple[int, int] | None = None,
         host: HostLimit | None = None,
     ) -> None:
         """Predict and write the pictures; errors are logged, and the training continues."""
         was_training = model.training
         model.eval()
-        inference = adapted(self.inference)
+        inference = self.inference.within(window_px)
         try:
             for number, index in enumerate(self.indices):
                 sample = self.dataset[(0, index)]
@@ -107,12 +107,12 @@ class Validation:
         self._host = HostLimit(engine.ranks.world_size * (1 + len(self._others)))
         self._num_checks = max(engine.ranks.gather(len(loader)))
 
-    def prepare(self, fallbacks: MemoryFallbacks) -> None:
+    def prepare(self, live: LiveSettings) -> None:
         """Let the data workers load the first batches of the next evaluation."""
-        self.loader.prepare(reads_windows=self._settings(fallbacks).reads_windows)
+        self.loader.prepare(reads_windows=self._settings(live).reads_windows)
 
     def run(
-        self, fallbacks: MemoryFallbacks, check: Callable[[], None], progress: Callable[[int], None] = lambda _: None
+        self, live: LiveSettings, check: Callable[[], None], progress: Callable[[int], None] = lambda _: None
     ) -> Evaluation:
         """Evaluate once; `check` is called before every batch and may raise to leave.
 
@@ -122,7 +122,7 @@ class Validation:
             torch.OutOfMemoryError: another rank ran out of memory. A rank that fails itself raises its own error.
         """
         check()
-        ranks, settings = self._engine.ranks, self._settings(fallbacks)
+        ranks, settings = self._engine.ranks, self._settings(live)
         return evaluate(
             self._engine.update.evaluated,
             self.loader.batches(reads_windows=settings.reads_windows),
@@ -133,14 +133,14 @@ class Validation:
             num_checks=self._num_checks,
         )
 
-    def _settings(self, fallbacks: MemoryFallbacks) -> EvaluationSettings:
+    def _settings(self, live: LiveSettings) -> EvaluationSettings:
         return EvaluationSettings(
-            fallbacks.adapted(self._inference),
+            self._inference.within(live.window_px),
             self.scheme.num_classes,
             self.scheme.ignore_index,
             self._engine.device,
             self._engine.criterion.task,
-            is_single=fallbacks.is_eval_single,
+            is_single=live.is_eval_single,
             host=self._host,
             other_devices=self._others,
         )
@@ -149,7 +149,7 @@ class Validation:
         """Draw the first batch of the training on the main rank; return a sentence if it cannot be drawn."""
         return [] if self._samples is None else self._samples.draw_first(batch)
 
-    def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:
+    def draw_samples(self, epoch: int, live: LiveSettings) -> None:
         """Draw the sample pictures of an epoch; every rank must call it."""
         if self._samples is not None:
-            self._samples.draw(self._engine.update.evaluated, epoch, fallbacks.adapted, self._host)
+            self._samples.draw(self._engine.update.evaluated, epoch, live.window_px, self._host)

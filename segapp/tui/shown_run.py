@@ -100,13 +100,13 @@ class ShownRun:
         return Content("\n").join(lines)
 
     def predicted_mib(self) -> tuple[float | None, ...]:
-        """Return the peaks that the run's plan predicted for the present split; empty without a plan.
-
-        It does not apply if other blocks are recomputed than planned, or to logical devices, which share one process.
-        """
-        is_planned = self.view.recompute is None or self.view.recompute.choice == "config"
-        is_planned &= not self.view.has_logical_devices
-        return self._plan.predicted_mib(self.view.split) if self._plan is not None and is_planned else ()
+        """Return the peaks that the run's plan predicted for the present split; empty without a plan."""
+        has_own_blocks = self.view.recompute is None or self.view.recompute.choice == "config"
+        if self._plan is None:
+            return ()
+        return self._plan.predicted_mib(
+            self.view.split, has_own_blocks=has_own_blocks, is_shared=self.view.has_logical_devices
+        )
 
     def unseen(self) -> list[Raised]:
         """Return the alerts that the user has not seen, the newest last."""

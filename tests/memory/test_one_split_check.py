@@ -24,9 +24,11 @@ from segapp.run.commands import SetCommand, parse_command, send_command
 from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step
 from segapp.run.events.writer import EventLog
 from segapp.run.folder import RunFolder
-from segapp.training.batch_split import BatchSplitController
-from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.inbox import Inbox
+from segapp.training.live.apply import BatchSplit, RecomputableBlocks
+from segapp.training.live.changes import ChangeRecord
+from segapp.training.live.commands import CommandController
+from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.tui.devices import why_no_split
@@ -82,15 +84,15 @@ class TrainedRun:
         elif mode == "ddp":
             network = RankNetwork(model, lambda: model, CPU, Ranks(), RankSplit(num_devices, full_batch=batch_size))
         network.smallest_chunk, network.needs_samples = smallest_chunk, needs_samples
-        self.split = BatchSplitController(network, batch_size, mode)
+        self.split = BatchSplit(network, batch_size, mode)
         memory = DeviceMemoryTracker(self.devices, counters=self.counters)
         self.controller = CommandController(
             Inbox(self.folder, log),
             log,
             self.split,
             memory,
-            LiveSettings(),
-            recompute=RecomputableBlocks(nn.Linear(1, 1)),
+            Start(ChangeRecord(LiveSettings()), LiveSettings()),
+            blocks=RecomputableBlocks(nn.Linear(1, 1)),
         )
         self.epoch, self.batch_size = 1, batch_size
         self.writer.write(

@@ -29,7 +29,7 @@ from segapp.planning import trial
 from segapp.run.events import Oom
 from segapp.run.words import first_line
 from segapp.session import session
-from segapp.training import recovery
+from segapp.training.live import oom
 from segapp.training.step.assembler import StepAssembler
 from segapp.training.step.distill import CriticTrainer, TeacherIdentity
 from segapp.training.step.engine import StepEngine
@@ -312,7 +312,7 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         return examine(error, memory, first)
 
     monkeypatch.setattr(session, "_device_infos", logical_devices)
-    monkeypatch.setattr(recovery, "examine", examined)
+    monkeypatch.setattr(oom, "examine", examined)
     monkeypatch.setattr(counters, "counters_of", logical_counters)
     monkeypatch.setattr(StepAssembler, "assemble", assemble_within)
     monkeypatch.setattr(StepEngine, "step", step_within)

@@ -368,7 +368,7 @@ class Oom(_Event):
     advice: list[Text] = []
     """Suggested changes, best first."""
     fallbacks: dict[str, Any] | None = None
-    """`MemoryFallbacks` that apply from now on, as JSON."""
+    """Fallbacks in force from now on, by the name of the setting."""
     path: Text | None = None
     """The file of the report, relative to the run folder."""
     judge: dict[str, Any] | None = None

@@ -14,7 +14,8 @@ from segapp import failpoints
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.training.inbox import Inbox, applied_after
+from segapp.training.inbox import Inbox
+from segapp.training.live.replay import applied_after
 from tests.support.live_runs import events
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from segapp import failpoints
 from segapp.commands.runs import print_status
-from segapp.config import RunConfig
+from segapp.config import LiveSettings, RunConfig
 from segapp.errors import OutOfMemoryError
 from segapp.models import SegmentationModel
 from segapp.run.checkpoints import CheckpointFolder
@@ -21,6 +21,7 @@ from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
+from segapp.training.live.changes import fallbacks_of
 from segapp.training.step import assembler
 from segapp.view.runs import summarize
 from tests.support.fault_table import case
@@ -96,7 +97,7 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     }
     print_status(str(folder), as_json=False)
     assert oom["path"] in capsys.readouterr().out
-    assert saved(folder)["fallbacks"] == oom["fallbacks"]
+    assert fallbacks_of(LiveSettings(**saved(folder)["settings"])) == oom["fallbacks"]
 
 
 @case("N03", how="a memory budget that no piece fits", passes="saved, exit 6")
@@ -154,7 +155,7 @@ def test_oom_in_evaluation_falls_back_to_images_then_windows(base: dict[str, Any
     ]
     assert losses(folder) == losses(tmp_path / "whole")
     assert not [path for path in differing(saved(folder), saved(tmp_path / "whole")) if path.startswith("/model")]
-    assert saved(folder)["fallbacks"]["window_px"]
+    assert saved(folder)["settings"]["window_px"] == (32, 48)
     assert events(folder, "val")[0]["num_images"] == 4
 
 

@@ -21,7 +21,7 @@ from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training import inbox
-from segapp.training.commands import RecomputableBlocks
+from segapp.training.live.apply import RecomputableBlocks
 from segapp.training.step import assembler
 from tests.support.live_runs import small
 from tests.support.runs import differing, events, merged, train
@@ -95,7 +95,7 @@ def test_a_step_out_of_memory_recomputes_all_blocks(undisturbed: tuple[RunConfig
     assert choices(tmp_path / "run") == [(1, "all", "out of memory", [5])]
     assert events(tmp_path / "run", "recompute")[0]["num_blocks"] == 5
     state = saved(tmp_path / "run")
-    assert (state["fallbacks"], state["settings"]["recompute"]) == ({"is_recomputed": True}, "all")
+    assert (state["settings"]["is_recomputed"], state["settings"]["recompute"]) == (True, "all")
 
 
 @pytest.mark.slow

@@ -26,9 +26,11 @@ from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training import validation
-from segapp.training.batch_split import BatchSplitController
-from segapp.training.commands import CommandController, RecomputableBlocks
 from segapp.training.inbox import Inbox
+from segapp.training.live.apply import BatchSplit, RecomputableBlocks
+from segapp.training.live.changes import ChangeRecord, Replay
+from segapp.training.live.commands import CommandController
+from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import ReplicatedNetwork
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
@@ -43,21 +45,24 @@ def replicated(gpu0_bsz: int | None = None) -> ReplicatedNetwork:
     return ReplicatedNetwork(model, replicas, torch.device("cpu"))
 
 
+FRESH = Start(ChangeRecord(LiveSettings()), LiveSettings())
+
+
 class ControllerHarness:
     """A controller with a real inbox, without a training."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: Start = FRESH) -> None:
         self.folder = RunFolder.create(path=path)
         self.writer = EventWriter(self.folder.events)
         event_log = EventLog(self.writer)
-        self.batch_split = BatchSplitController(replicated(), 8, "dp")
+        self.batch_split = BatchSplit(replicated(), 8, "dp")
         self.controller = CommandController(
             Inbox(self.folder, event_log),
             event_log,
             self.batch_split,
             DeviceMemoryTracker([]),
-            LiveSettings(),
-            recompute=RecomputableBlocks(nn.Linear(1, 1)),
+            start,
+            blocks=RecomputableBlocks(nn.Linear(1, 1)),
         )
 
     def send(self, text: str, position: TrainingPosition = MIDDLE) -> str:
@@ -147,18 +152,18 @@ def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> Non
 
 
 def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
-    def controller_of() -> BatchSplitController:
-        return BatchSplitController(replicated(gpu0_bsz=6), 8, "dp")
+    def split_of() -> BatchSplit:
+        return BatchSplit(replicated(gpu0_bsz=6), 8, "dp")
 
-    fresh = controller_of()
+    fresh = split_of()
     fresh.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
     best = replace(fresh.checker, usable_mib=[1000.0] * 3).best_move()
     assert best is not None
-    failed = controller_of()
+    failed = split_of()
     failed.record_failure(best.split, (6, 1, 1))
     assert failed.checker.ceiling is None, "device 0 had fewer samples than before: another device ran out of memory"
     failed.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
-    resumed = controller_of()
+    resumed = split_of()
     resumed.load_state_dict(failed.state_dict())
     for batch_split in (failed, resumed):
         move = replace(batch_split.checker, usable_mib=[1000.0] * 3).best_move()
@@ -398,27 +403,29 @@ def test_pause_changes_neither_losses_nor_reported_speed(alone: tuple[RunConfig,
     assert_answered_once(folder)
 
 
-def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness) -> None:
-    from segapp.config.sections import ParallelConfig
-
-    saved = {"gpu0_bsz": None, "shares": None}
-    harness.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig().model_dump())
-    assert harness.batch_split.current == (5, 2, 1)
-    harness.controller._replay = [(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})]
-    harness.controller.restore_settings(
-        LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1).model_dump()
-    )
-    assert harness.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
-    assert harness.controller._replay == [(20, {"lr_factor": 0.25})]
-    harness.controller.add_automatic_changes(20)
-    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
+    replays = Replay(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), Replay(30, {"shares": [1, 3, 4]})
+    start = Start(ChangeRecord(LiveSettings(gpu0_bsz=5), replays=replays), LiveSettings(gpu0_bsz=5))
+    harness = ControllerHarness(tmp_path / "run", start)
+    harness.begin_epoch(19)
+    assert harness.controller.settings == LiveSettings(gpu0_bsz=5)
     harness.begin_epoch(20)
-    harness.controller.add_automatic_changes(30)
+    assert harness.controller.settings == LiveSettings(gpu0_bsz=6, lr_factor=0.25)
+    waiting = harness.send("set lr_factor=3")
+    harness.begin_epoch(30)
+    assert harness.controller.settings == LiveSettings(shares=[1, 3, 4], lr_factor=3)
+    assert harness.batch_split.current == (1, 3, 4)
+    harness.controller.after_step([1, 3, 4], 8, 31)
+    assert harness.answers(waiting) == ["accepted", "applied"]
+    assert [event["id"] for event in events(harness.folder.path)] == [waiting] * 2, "a replay is silent"
+    harness.begin_epoch(40)
     assert harness.controller.requests.settings is None, "it is applied once"
     # Settings of a machine with two devices.
-    harness.controller.restore_settings(LiveSettings(shares=[4, 4]), saved, ParallelConfig().model_dump())
-    assert harness.batch_split.current == (2, 3, 3)
-    assert "impossible on these devices" in seen(harness.folder.path, "alert")[-1]["message"]
+    start = Start(ChangeRecord(LiveSettings(shares=[4, 4], lr_factor=2)), LiveSettings(gpu0_bsz=4, lr_factor=2))
+    harness = ControllerHarness(tmp_path / "two", start)
+    assert harness.batch_split.current == (4, 2, 2)
+    assert harness.controller.settings == start.configured
+    assert "shares=[4, 4] is impossible on these devices" in seen(harness.folder.path, "alert")[-1]["message"]
 
 
 def test_sample_images_show_all_three_and_change_nothing(

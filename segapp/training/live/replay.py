@@ -1,0 +1,81 @@
+"""What the events and reports of a run say about the time after a checkpoint, for a training that continues there."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from segapp.config import LiveSettings
+from segapp.run.events import CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
+from segapp.run.files import read_of_run
+from segapp.run.folder import RunFolder
+from segapp.run.words import dots
+from segapp.training.live.changes import FALLBACKS, Replay
+
+
+def applied_after(events: Path, step: int) -> list[Replay]:
+    """Return the changes of settings that were applied at or after a step, without reverted splits."""
+    applied: dict[str, Replay] = {}
+    for event in EventReader(events).read_kinds("gpu0_bsz", "command"):
+        status, at = event.get("status"), int(event.get("step") or 0)
+        key = str(event.get("id") or f"auto at {event.get('epoch')}")
+        if event["type"] == "gpu0_bsz" and status == "reverted" and key in applied:
+            applied[key] = applied[key].without({"gpu0_bsz", "shares"})
+        elif event["type"] == "gpu0_bsz" and status == "applied" and event.get("id") is None and at >= step:
+            applied[key] = Replay(at, {"gpu0_bsz": event.get("new"), "gpu0_bsz_auto": True})
+        elif event["type"] == "command" and status == "applied" and at >= step:
+            applied[key] = Replay(at, event.get("changes") or {})
+    return [each for each in applied.values() if each.values]
+
+
+def reverted_splits(events: Path) -> set[tuple[int, str | None]]:
+    """Return the epochs in which splits that were reverted began, and the commands that had requested them."""
+    changes = EventReader(events).read_kinds("gpu0_bsz")
+    return {(int(raw.get("epoch") or 0), raw.get("id")) for raw in changes if raw.get("status") == "reverted"}
+
+
+def fallbacks_after(folder: RunFolder, step: int) -> list[Replay]:
+    """Return the fallbacks that any rank adopted at or after a step; `failed_splits` is among their values."""
+    reports = [*EventReader(folder.events).read_kinds("oom"), *(raw for raw, _ in _rank_reports(folder))]
+    adopted = [Replay(int(raw.get("step") or 0), raw["fallbacks"]) for raw in reports if raw.get("fallbacks")]
+    return sorted((each for each in adopted if each.step >= step), key=lambda each: each.step)
+
+
+def without_failures(fallback: Replay) -> Replay:
+    """Return a fallback without its `failed_splits`, its values as `LiveSettings` has them."""
+    values = {name: value for name, value in fallback.values.items() if name in FALLBACKS}
+    return Replay(fallback.step, LiveSettings.model_validate(values).model_dump(include=set(values)))
+
+
+def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield the reports of ranks other than the main one, and the time of each, Unix seconds."""
+    for path in sorted(folder.reports.glob("rank_*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            yield json.loads(read_of_run(path)), path.stat().st_mtime
+
+
+def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
+    """Emit that the newest change of the split was reverted, and reject its command, if a rank has reported this.
+
+    That rank could not emit it, because only the main rank writes events. Call it before the inbox is read, so that the
+    command is not carried out again.
+    """
+    rare = list(EventReader(folder.events).read_kinds("gpu0_bsz", "command"))
+    change = next((raw for raw in reversed(rare) if raw["type"] == "gpu0_bsz"), None)
+    if change is None or change["status"] not in ("pending", "applied") or not change.get("split"):
+        return
+    problems = [
+        raw.get("problem") or raw.get("message") or "a rank ran out of memory"
+        for raw, written_s in _rank_reports(folder)
+        if written_s >= change["t"] and change["split"] in (raw.get("fallbacks") or {}).get("failed_splits", ())
+    ]
+    if not problems:
+        return
+    reason = f"out of memory: split {dots(change['split'])} does not fit: back to the one before ({problems[0]})"
+    asked_for: Any = {name: change.get(name) for name in ("old", "new", "epoch", "id", "is_auto")}
+    event_log.emit(Gpu0Bsz(status="reverted", **asked_for, reason=reason))
+    asked = next((raw for raw in rare if raw["type"] == "command" and raw.get("id") == change.get("id")), None)
+    if asked is not None and asked["id"] not in read_answers(rare):
+        known: Any = {name: asked.get(name) for name in ("id", "command", "by", "step")}
+        event_log.emit(CommandAnswer(status="rejected", reason=reason, **known))

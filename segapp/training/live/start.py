@@ -1,0 +1,130 @@
+"""The settings with which a training begins or resumes, perhaps on other devices than before."""
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from segapp.chunks import check_split, replan_shares
+from segapp.config import LiveSettings, RunConfig
+from segapp.run.events import Topology
+from segapp.training.context import DeviceLocations
+from segapp.training.live.changes import SPLIT_SETTINGS, ChangeRecord, Replay, Trial, with_changes
+
+
+@dataclass(frozen=True)
+class Start:
+    """The settings of the first step.
+
+    Attributes:
+        record: the settings that hold, and the changes to apply again.
+        configured: the settings with the split of the config, if the devices cannot divide a batch as `record` says.
+    """
+
+    record: ChangeRecord
+    configured: LiveSettings
+
+    def divisible(self, batch_size: int, num_devices: int) -> LiveSettings:
+        """Return the settings with which the network is built: those that hold, unless their split is impossible."""
+        live = self.record.settings
+        is_possible = check_split(batch_size, num_devices, live.gpu0_bsz, shares=live.shares).split is not None
+        return live if is_possible else self.configured
+
+
+def start_of(
+    config: RunConfig,
+    planned_bsz: int | None,
+    locations: DeviceLocations,
+    state: Mapping[str, Any] | None = None,
+    replays: Sequence[Replay] = (),
+    reverted: Collection[tuple[int, str | None]] = (),
+) -> Start:
+    """Return the settings of a training that begins, or that continues from the state of a checkpoint.
+
+    A key that was changed in the config since the checkpoint takes precedence over the setting. On another number of
+    devices, and without `parallel.shares` for it, the last split is planned anew per device, also in later resumes with
+    that number.
+
+    `planned_bsz` is the `gpu0_bsz` of the memory plan, which holds if the config says auto; `replays` are the changes
+    that were applied after the checkpoint, and `reverted` are the epochs and commands of the splits that were reverted.
+    """
+    parallel, num = config.parallel, len(locations.names)
+    is_auto, shares = parallel.gpu0_bsz == "auto", parallel.shares
+    gpu0_bsz = planned_bsz if parallel.gpu0_bsz == "auto" else parallel.gpu0_bsz
+    if state is None:
+        settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=is_auto, shares=shares)
+        return Start(ChangeRecord(settings, replays=tuple(replays)), settings)
+
+    settings, topology = LiveSettings(**state["settings"]), state["topology"]
+    is_replanned = len(topology["places"]) != num
+    if len(shares) != num if shares is not None else is_replanned:
+        gpu0_bsz, shares = _replanned(settings, gpu0_bsz, topology, locations, config.train.batch_size)
+    split = {
+        "gpu0_bsz": gpu0_bsz,
+        "shares": shares,
+        "gpu0_bsz_auto": settings.gpu0_bsz_auto if is_replanned else is_auto,
+    }
+    configured = with_changes(settings, split)
+    saved, present = state["config"], config.model_dump(mode="json")
+    if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
+        settings, configured = (with_changes(each, {"recompute": "config"}) for each in (settings, configured))
+        replays = [each.without({"is_recomputed"}) for each in replays]
+    if is_replanned or any(saved["parallel"].get(key) != present["parallel"][key] for key in ("gpu0_bsz", "shares")):
+        settings = configured
+        replays = [each.without(SPLIT_SETTINGS) for each in replays]
+    trial = None if settings is configured or state["trial"] is None else Trial.from_state(state["trial"])
+    record = ChangeRecord(settings, trial=trial, replays=tuple(each for each in replays if each.values))
+    if trial is not None and trial.change is not None and (trial.epoch, trial.change.id) in reverted:
+        record, _, _ = record.revert((), "") or (record, [], "")
+    return Start(record, configured)
+
+
+def _replanned(
+    settings: LiveSettings,
+    gpu0_bsz: int | None,
+    topology: Mapping[str, Any],
+    locations: DeviceLocations,
+    batch_size: int,
+) -> tuple[int | None, list[int] | None]:
+    """Return `gpu0_bsz` and `shares` that give the devices of a checkpoint's last split their samples again."""
+    if settings.gpu0_bsz_auto and gpu0_bsz is not None:
+        return (gpu0_bsz if len(locations.names) > 1 else None), None
+    if (settings.gpu0_bsz, settings.shares) == (None, None) or len(locations.names) < 2:
+        return None, None
+    last = topology["split"] or (1,) * len(topology["places"])
+    planned = replan_shares(last, topology["places"], locations.names, batch_size)
+    return (planned[0], None) if settings.shares is None else (None, list(planned))
+
+
+def topology_event(
+    saved: Mapping[str, Any], locations: DeviceLocations, split: Sequence[int] | None, step: int
+) -> Topology | None:
+    """Return the event of a resume on other devices than the checkpoint's; None for the same or one device."""
+    if max(len(locations.names), len(saved["places"])) < 2:
+        return None
+    old, new = Counter(saved["places"]), Counter(locations.names)
+    changes = [
+        f"{word} {', '.join(each.elements())}" for word, each in (("without", old - new), ("with", new - old)) if each
+    ]
+    if not changes:
+        return None
+    return Topology(
+        step=step,
+        ranks=len(locations.names),
+        machines=locations.num_machines,
+        old_ranks=len(saved["places"]),
+        old_machines=saved["num_machines"],
+        round=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        reason="; ".join(changes),
+        split=None if split is None else list(split),
+    )
+
+
+def shares_note(config: RunConfig, locations: DeviceLocations, split: Sequence[int] | None) -> str | None:
+    """Return a sentence if `parallel.shares` is a list for another number of devices; None if not."""
+    shares, num = config.parallel.shares, len(locations.names)
+    if shares is None or len(shares) == num:
+        return None
+    used = "nothing is divided" if split is None else f"split {list(split)} is planned from the last one"
+    return f"parallel.shares = {shares} is for {len(shares)} devices, and this resume has {num}: {used}"

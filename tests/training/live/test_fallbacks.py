@@ -1,0 +1,112 @@
+"""Fallbacks that need less memory: in their order, adopted after a resume, and splits that ranks reverted."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from segapp.config import LiveSettings
+from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.preprocessing import Preprocessing
+from segapp.inference.sliding import Inference
+from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
+from segapp.run.folder import RunFolder
+from segapp.training.live.changes import ChangeRecord, Replay, fallbacks_of, with_changes
+from segapp.training.live.oom import next_eval_fallback
+from segapp.training.live.replay import applied_after, fallbacks_after, report_reverted_split, without_failures
+from tests.support.runs import events
+
+WHOLE = Inference(Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.25,) * 3)))
+"""Whole images."""
+
+
+def test_window_is_no_larger_than_the_config_s() -> None:
+    assert WHOLE.within((64, 96)).window_px == (64, 96)
+    assert replace(WHOLE, window_px=(48, 128)).within((64, 96)).window_px == (48, 96)
+    assert replace(WHOLE, window_px=(48, 128)).within(None).window_px == (48, 128)
+
+
+def test_evaluation_shrinks_until_nothing_is_left() -> None:
+    """Single images, windows of the crop's size, then half of it along each side, down to 64 px."""
+    settings, found = LiveSettings(), []
+    while True:
+        result = next_eval_fallback(settings, WHOLE.within(settings.window_px), 4, (256, 100), is_fixed=False)
+        if result is None:
+            break
+        settings = with_changes(settings, result.values)
+        found.append((settings.is_eval_single, settings.window_px))
+    assert found == [(True, None), (True, (256, 100)), (True, (128, 64)), (True, (64, 64))]
+    assert next_eval_fallback(LiveSettings(), WHOLE, 1, (256, 100), is_fixed=True) is None
+    assert next_eval_fallback(LiveSettings(), WHOLE.within((32, 32)), 1, (32, 32), is_fixed=False) is None
+
+
+def test_fallback_recomputes_until_others_are_chosen() -> None:
+    settings = with_changes(LiveSettings(recompute="off"), {"is_recomputed": True, "num_pieces": 2})
+    assert (settings.recompute, fallbacks_of(settings)) == ("all", {"num_pieces": 2, "is_recomputed": True})
+    settings = with_changes(settings, {"recompute": "off"})
+    assert (settings.recompute, fallbacks_of(settings)) == ("off", {"num_pieces": 2})
+
+
+def test_later_fallbacks_are_adopted_at_their_steps() -> None:
+    replays = Replay(3, {"num_pieces": 2}), Replay(5, {"lr_factor": 9}), Replay(6, {"window_px": (64, 32)})
+    record, found = ChangeRecord(LiveSettings(), replays=(*replays, Replay(7, {"num_pieces": 8}))), []
+    for step in (2, 3, 5, 6):
+        record = record.with_due_fallbacks(step)
+        found.append(fallbacks_of(record.settings))
+    assert found == [{}, {"num_pieces": 2}, {"num_pieces": 2}, {"num_pieces": 2, "window_px": (64, 32)}]
+    assert record.replays == ((5, {"lr_factor": 9}), (7, {"num_pieces": 8})), "of an epoch, and of a later step"
+    assert fallbacks_of(record.with_due_fallbacks(9).settings)["num_pieces"] == 8
+
+
+class Run:
+    """A run with a change of the split to 3 and 5 samples, and reports of ranks."""
+
+    def __init__(self, path: Path, status: str) -> None:
+        self.folder = RunFolder.create(path=path)
+        self.log = EventLog(EventWriter(self.folder.events))
+        command = "set gpu0_bsz=3"
+        self.log.emit(CommandAnswer(id="c1", command=command, by="me", status="accepted", reason=None, step=4))
+        self.log.emit(Gpu0Bsz(status=status, old=1, new=3, split=[3, 5], epoch=3, id="c1", step=4))  # type: ignore[arg-type]
+        if status == "applied":
+            done = {"changes": {"gpu0_bsz": 3}}
+            self.log.emit(
+                CommandAnswer(id="c1", command=command, by="me", status="applied", reason=None, step=4, **done)
+            )
+
+    def rank_fails(self, split: tuple[int, ...], later_s: float = 1.0) -> None:
+        self.folder.reports.mkdir(exist_ok=True)
+        path = self.folder.reports / "rank_1_step_4.json"
+        fallbacks = {"failed_splits": [split], "window_px": [64, 32]}
+        path.write_text(json.dumps({"step": 4, "problem": "no memory", "fallbacks": fallbacks}))
+        at_s = events(self.folder.path)[-1]["t"] + later_s
+        os.utime(path, (at_s, at_s))
+
+
+@pytest.mark.parametrize("status", ["pending", "applied"])
+def test_failed_split_of_a_rank_is_reverted_once(tmp_path: Path, status: str) -> None:
+    run = Run(tmp_path / "run", status)
+    run.rank_fails((3, 5))
+    for _ in range(2):
+        report_reverted_split(run.folder, run.log)
+    reverted = [event for event in events(run.folder.path, "gpu0_bsz") if event["status"] == "reverted"]
+    assert [(event["id"], event["old"], event["new"]) for event in reverted] == [("c1", 1, 3)]
+    assert "no memory" in reverted[0]["reason"]
+    final = [event for event in events(run.folder.path, "command") if event["status"] != "accepted"]
+    assert [event["status"] for event in final] == ["rejected" if status == "pending" else "applied"]
+    assert applied_after(run.folder.events, 0) == []
+    (fallback,) = fallbacks_after(run.folder, 4)
+    assert fallback == (4, {"failed_splits": [[3, 5]], "window_px": [64, 32]})
+    assert without_failures(fallback) == (4, {"window_px": (64, 32)})
+    assert fallbacks_after(run.folder, 5) == []
+
+
+@pytest.mark.parametrize(("split", "later_s"), [((4, 4), 1.0), ((3, 5), -9.0)], ids=["another split", "before it"])
+def test_reports_of_other_failures_revert_nothing(tmp_path: Path, split: tuple[int, ...], later_s: float) -> None:
+    run = Run(tmp_path / "run", "pending")
+    run.rank_fails(split, later_s)
+    report_reverted_split(run.folder, run.log)
+    assert [event["status"] for event in events(run.folder.path, "gpu0_bsz")] == ["pending"]

@@ -1,0 +1,116 @@
+"""The settings with which a training starts or resumes, on the same or other devices, and what is said about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from segapp.config import RunConfig, validate_config
+from segapp.training.context import DeviceLocations
+from segapp.training.live.changes import Replay
+from segapp.training.live.start import Start, shares_note, start_of, topology_event
+
+
+def config_of(recompute: str = "off", **parallel: Any) -> RunConfig:
+    data = {"format": "folder", "root": "nowhere", "classes": ["a", "b"]}
+    train = {"batch_size": 8, "recompute": recompute}
+    return validate_config({"name": "r", "data": data, "train": train, "parallel": parallel})
+
+
+def locations(names: str, num_machines: int = 1) -> DeviceLocations:
+    return DeviceLocations(tuple(names), num_machines)
+
+
+def state_of(names: str, split: list[int] | None, **settings: Any) -> dict[str, Any]:
+    """Return what a checkpoint says of the devices and the settings in force."""
+    known = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, **settings}
+    return {"topology": locations(names).to_state(split), "settings": known, "trial": None}
+
+
+def resumed(now: RunConfig, state: dict[str, Any], before: RunConfig, names: str, *replays: Replay) -> Start:
+    state = {**state, "config": before.model_dump(mode="json")}
+    return start_of(now, 3, locations(names), state, replays)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "state", "names", "expected"),
+    [
+        ({"shares": [4, 4]}, None, "abc", (None, [4, 4])),  # a new run: refused where the network is divided
+        ({"gpu0_bsz": 2}, None, "ab", (2, None)),
+        ({"gpu0_bsz": 2}, state_of("ab", [2, 6], gpu0_bsz=2), "ab", (2, None)),
+        ({}, state_of("abc", [2, 3, 3]), "ab", (None, None)),
+        ({"shares": [4, 2, 2]}, state_of("abc", [4, 2, 2], shares=[4, 2, 2]), "ab", (None, [5, 3])),
+        ({"shares": [4, 2, 2]}, state_of("ab", [5, 3], shares=[5, 3]), "ab", (None, [5, 3])),  # restarted once more
+        ({"shares": [4, 2, 2]}, state_of("ab", [5, 3], shares=[5, 3]), "abc", (None, [4, 2, 2])),  # all are back
+        ({"shares": [4, 2, 2]}, state_of("abc", [4, 2, 2], shares=[4, 2, 2]), "a", (None, None)),
+        ({"shares": [4, 2, 2]}, state_of("a", None), "ab", (None, None)),
+        ({"gpu0_bsz": 2}, state_of("abcd", [2, 2, 2, 2], gpu0_bsz=2), "ab", (4, None)),  # in proportion
+        ({"gpu0_bsz": 1}, state_of("abc", [1, 4, 3], gpu0_bsz=1), "a", (None, None)),
+        ({}, state_of("abc", [4, 2, 2], shares=[4, 2, 2]), "bc", (None, [4, 4])),  # by a command
+        ({"gpu0_bsz": "auto"}, state_of("abc", [2, 3, 3], gpu0_bsz=2, gpu0_bsz_auto=True), "ab", (3, None)),
+        ({"gpu0_bsz": "auto"}, state_of("abc", [2, 3, 3], gpu0_bsz=2, gpu0_bsz_auto=True), "a", (None, None)),
+    ],
+)  # fmt: skip
+def test_split_is_planned_anew_for_another_number_of_devices(
+    parallel: dict[str, Any], state: dict[str, Any] | None, names: str, expected: tuple[Any, Any]
+) -> None:
+    config = config_of(**parallel)
+    start = start_of(config, 3, locations(names)) if state is None else resumed(config, state, config, names)
+    assert (start.configured.gpu0_bsz, start.configured.shares) == expected
+
+
+CHANGES = Replay(20, {"gpu0_bsz": 6, "lr_factor": 0.25, "recompute": "all"}), Replay(30, {"shares": [1, 3, 4]})
+FALLBACK = Replay(24, {"num_pieces": 2, "is_recomputed": True})
+
+
+def test_new_split_in_config_overrides_saved_setting() -> None:
+    before = config_of(gpu0_bsz=2)
+    state = state_of("abc", [5, 2, 1], gpu0_bsz=5, lr_factor=0.5)
+    same = resumed(before, state, before, "abc", *CHANGES)
+    assert (same.record.settings.gpu0_bsz, same.record.settings.lr_factor) == (5, 0.5)
+    assert same.record.replays == CHANGES
+    other = resumed(config_of(gpu0_bsz=1), state, before, "abc", *CHANGES)
+    assert (other.record.settings.gpu0_bsz, other.record.settings.lr_factor) == (1, 0.5)
+    assert other.record.replays == ((20, {"lr_factor": 0.25, "recompute": "all"}),)
+    assert resumed(config_of(shares=[4, 2, 2]), state, before, "abc").record.settings.shares == [4, 2, 2]
+
+
+def test_new_blocks_in_config_override_saved_fallback() -> None:
+    before = config_of()
+    state = state_of("abc", [2, 3, 3], recompute="all", is_recomputed=True, num_pieces=4)
+    same = resumed(before, state, before, "abc", *CHANGES, FALLBACK)
+    assert (same.record.settings.recompute, same.record.settings.is_recomputed) == ("all", True)
+    other = resumed(config_of("auto"), state, before, "abc", *CHANGES, FALLBACK)
+    live = other.record.settings
+    assert (live.recompute, live.is_recomputed, live.num_pieces) == ("config", False, 4)
+    assert other.configured.recompute == "config"
+    assert other.record.replays == (*CHANGES, (24, {"num_pieces": 2}))
+
+
+def test_network_is_built_as_the_settings_say_if_possible() -> None:
+    before, state = config_of(gpu0_bsz=2), state_of("abc", [5, 2, 1], gpu0_bsz=5)
+    assert resumed(before, state, before, "abc").divisible(8, 3).gpu0_bsz == 5
+    assert resumed(before, state, before, "abc").divisible(4, 3).gpu0_bsz == 2, "5 of 4 images is impossible"
+
+
+def test_topology_names_devices_that_are_gone_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    saved = locations("abb", 2).to_state([3, 3, 2])
+    event = topology_event(saved, locations("bc"), (4, 4), 12)
+    assert event is not None
+    told = (event.step, event.ranks, event.machines, event.old_ranks, event.old_machines, event.round)
+    assert told == (12, 2, 1, 3, 2, 2)
+    assert (event.reason, event.split) == ("without a, b; with c", [4, 4])
+    assert topology_event(saved, locations("bab", 2), (3, 3, 2), 12) is None
+    assert topology_event(locations("a").to_state(None), locations("b"), None, 12) is None, (
+        "one device instead of another"
+    )
+
+
+def test_list_for_another_number_is_a_note() -> None:
+    assert shares_note(config_of(shares=[4, 4]), locations("ab"), (4, 4)) is None
+    note = shares_note(config_of(shares=[4, 2, 2]), locations("ab"), (5, 3))
+    assert note == (
+        "parallel.shares = [4, 2, 2] is for 3 devices, and this resume has 2: split [5, 3] is planned from the last one"
+    )
