@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
 from segapp.memory.peaks import BlocksPerDevice, NetworkFacts, PeakModel, PlannedPeaks
-from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker
+from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
 from segapp.run.files import read_of_run, write_atomic
 
 CONTEXT_MIB = 500.0
@@ -100,7 +100,12 @@ class Fit:
     blocks_per_device: BlocksPerDevice
     peak_mib: tuple[float, ...]
     """Memory that each GPU needs, overhead included."""
-    fits: bool
+    fitting: tuple[bool, ...]
+    """For each GPU, if it has as much."""
+
+    @property
+    def fits(self) -> bool:
+        return all(self.fitting)
 
     @property
     def note(self) -> str:
@@ -152,9 +157,11 @@ class Planner:
     def has_split(self) -> bool:
         return self.model.mode in ("dp", "ddp")
 
-    def all_fit(self, tensors_mib: Sequence[float]) -> bool:
-        required_mib = self.overhead.required_mib(tensors_mib)
-        return all(mib <= gpu.total_mib for mib, gpu in zip(required_mib, self.gpus, strict=True))
+    def fitting(self, tensors_mib: Sequence[float]) -> tuple[bool, ...]:
+        """Return for each GPU if it has enough memory for these tensors."""
+        contexts, frac = self.overhead.context_mib, self.overhead.tensor_frac
+        each_gpu = zip(tensors_mib, self.gpus, contexts, strict=True)
+        return tuple(fits(mib, gpu.total_mib - context_mib, frac) for mib, gpu, context_mib in each_gpu)
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
         """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons.

@@ -177,7 +177,7 @@ class SplitChecker:
         tight_frac = self.tensor_frac - (FULL_FRAC - TIGHT_FRAC)
         if is_bound and frac > tight_frac:
             return "tight", f"{need} at most: no other split was measured yet"
-        if mib / self.tensor_frac > total:
+        if not fits(mib, total, self.tensor_frac):
             return "won't fit", f"{need}: give it fewer samples"
         if frac > tight_frac:
             return "tight", f"{need}: little memory is left"
@@ -281,6 +281,11 @@ class SplitChecker:
             return cls(**known)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the facts of a split: {error}") from None
+
+
+def fits(tensors_mib: float, usable_mib: float, tensor_frac: float) -> bool:
+    """Return True if tensors fit into a device of which a share is for the fragments of torch's allocator."""
+    return tensors_mib / tensor_frac <= usable_mib
 
 
 def tensor_frac(environ: Mapping[str, str]) -> float:

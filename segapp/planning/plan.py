@@ -200,7 +200,7 @@ class RecomputeSearch:
         if row.fits:
             return True
         planner = self.planner(self.all_blocks)
-        return planner.all_fit(planner.model.peak_mib(row.split))
+        return all(planner.fitting(planner.model.peak_mib(row.split)))
 
     def _fewest(self, row: PlanRow) -> Fit | None:
         """Return a split with the fewest first or last blocks recomputed that fit; None if not even all are enough.
@@ -231,8 +231,7 @@ class RecomputeSearch:
         while least != most:
             counts = [(low + high) // 2 for low, high in zip(least, most, strict=True)]
             fit = with_first(*counts)
-            fitting = [mib <= gpu.total_mib for mib, gpu in zip(fit.peak_mib, self._gpus, strict=True)]
-            for i, is_enough in enumerate(fitting if self._num_choices > 1 else [fit.fits]):
+            for i, is_enough in enumerate(fit.fitting if self._num_choices > 1 else [fit.fits]):
                 if is_enough:
                     most[i] = counts[i]
                 elif least[i] < most[i]:
@@ -252,7 +251,7 @@ class RecomputeSearch:
             (result,) = self._pool.simulate([replace(job, split=row.split, recompute=blocks)])
             peaks = result.peak_mib()
         required_mib = tuple(round(mib, 1) for mib in planner.overhead.required_mib(peaks))
-        return Fit(row.split, blocks, required_mib, planner.all_fit(peaks))
+        return Fit(row.split, blocks, required_mib, planner.fitting(peaks))
 
 
 def choose_mode(config: RunConfig, num_gpus: int) -> Mode:

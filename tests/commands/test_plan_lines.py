@@ -140,7 +140,7 @@ def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
 
 
 def test_config_that_does_not_fit_has_its_next_moves():
-    none, chosen = plan_of_one(109.0), Fit((1,), (("a", "b"), ()), (110.0,), False)
+    none, chosen = plan_of_one(109.0), Fit((1,), (("a", "b"), ()), (110.0,), (False,))
     for fields, move in (
         ({}, "add train.recompute=auto"),
         ({"max_row": none.rows[0]}, "halve train.batch_size and double train.accumulate, or add train.recompute=auto"),

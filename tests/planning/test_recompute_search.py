@@ -106,8 +106,8 @@ def test_split_with_the_most_free_memory_is_taken():
     """Of 760 and 1600 MiB, the fullest GPU is at 102 % with three images on device 0, 72 % with two, 77 % with one."""
     search, _, planner = search_of("dp", 100 + 3 * 220, 1600)
     rows = [planner.row(6, gpu0_bsz) for gpu0_bsz in (3, 1, 2)]
-    assert search.emptiest(rows) == Fit((2, 4), ((), ()), (550.0, 1000.0), True)
-    assert search.emptiest(rows[:1]) == Fit((3, 3), (("a",), ()), (565.0, 775.0), True)
+    assert search.emptiest(rows) == Fit((2, 4), ((), ()), (550.0, 1000.0), (True, True))
+    assert search.emptiest(rows[:1]) == Fit((3, 3), (("a",), ()), (565.0, 775.0), (True, True))
 
 
 def test_all_devices_of_mode_model_share_one_choice():

@@ -108,6 +108,7 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHar
     assert {event["status"] for event in assert_answered_once(harness.folder.path).values()} == {"applied"}
     changes = [event["changes"] for event in events(harness.folder.path, "command") if event["status"] == "applied"]
     assert changes == [{"lr_factor": 0.5}, {"gpu0_bsz": 0}]  # of the first only what was not superseded
+    assert harness.last()["step"] == MIDDLE.step, "it is in force since then, and a resume applies it again there"
 
 
 @pytest.mark.parametrize(("num_full", "num_short"), [(0, 25), (19, 0), (2, 17), (20, 0), (2, 18)])
@@ -190,6 +191,23 @@ def test_invalid_or_redundant_command_is_answered_at_once(
     assert harness.last()["status"] == status
     assert reason in harness.last()["reason"]
     assert_answered_once(harness.folder.path)
+
+
+def test_settings_of_two_requests_are_joined_and_told(harness: ControllerHarness) -> None:
+    """Of the first only its split is replaced, by the third; what waits holds in the order of the requests."""
+    first, second = harness.send("set gpu0_bsz=5 recompute=off"), harness.send("set lr_factor=0.5")
+    third = harness.send("set shares=1,4,3")
+    harness.send("set lr_factor=3 recompute=config")
+    assert harness.controller.requests.settings == LiveSettings(shares=[1, 4, 3], lr_factor=3)
+    assert [harness.answers(each)[-1] for each in (first, second, third)] == ["cancelled", "cancelled", "accepted"]
+    cancelled = [event["id"] for event in seen(harness.folder.path, "gpu0_bsz") if event["status"] == "cancelled"]
+    assert cancelled == [first], "once, although a later request takes the rest of the first"
+    kept = harness.send("set gpu0_bsz=2 recompute=off")
+    harness.send("set shares=2,2,4")
+    harness.begin_epoch(20)
+    (answer,) = [event for event in seen(harness.folder.path, "command") if event["id"] == kept][1:]
+    assert answer["changes"] == {"recompute": "off"}
+    assert answer["reason"].startswith("no blocks recomputed in the backward pass; gpu0_bsz was superseded by ")
 
 
 def test_pending_auto_is_superseded_by_a_newer_request(
@@ -404,7 +422,7 @@ def test_pause_changes_neither_losses_nor_reported_speed(alone: tuple[RunConfig,
 
 
 def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
-    replays = Replay(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), Replay(30, {"shares": [1, 3, 4]})
+    replays = Replay(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), Replay(30, {"shares": [1, 3, 4], "lr_factor": 7})
     start = Start(ChangeRecord(LiveSettings(gpu0_bsz=5), replays=replays), LiveSettings(gpu0_bsz=5))
     harness = ControllerHarness(tmp_path / "run", start)
     harness.begin_epoch(19)
@@ -413,7 +431,9 @@ def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
     assert harness.controller.settings == LiveSettings(gpu0_bsz=6, lr_factor=0.25)
     waiting = harness.send("set lr_factor=3")
     harness.begin_epoch(30)
-    assert harness.controller.settings == LiveSettings(shares=[1, 3, 4], lr_factor=3)
+    assert harness.controller.settings == LiveSettings(shares=[1, 3, 4], lr_factor=3), (
+        "a request is newer than a replay"
+    )
     assert harness.batch_split.current == (1, 3, 4)
     harness.controller.after_step([1, 3, 4], 8, 31)
     assert harness.answers(waiting) == ["accepted", "applied"]
