@@ -440,6 +440,10 @@ def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
     assert [event["id"] for event in events(harness.folder.path)] == [waiting] * 2, "a replay is silent"
     harness.begin_epoch(40)
     assert harness.controller.requests.settings is None, "it is applied once"
+    assert harness.batch_split.current == (1, 3, 4)
+    impossible = LiveSettings(shares=[4, 4], lr_factor=8)  # of a main rank that sees other devices
+    harness.controller.apply(impossible, MIDDLE)
+    assert harness.controller.settings == LiveSettings(shares=[1, 3, 4], lr_factor=8)
     # Settings of a machine with two devices.
     start = Start(ChangeRecord(LiveSettings(shares=[4, 4], lr_factor=2)), LiveSettings(gpu0_bsz=4, lr_factor=2))
     harness = ControllerHarness(tmp_path / "two", start)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from segapp.config import RunConfig, validate_config
+from segapp.config import LiveSettings, RunConfig, validate_config
 from segapp.training.context import DeviceLocations
-from segapp.training.live.changes import Replay
+from segapp.training.live.changes import Change, Replay, Trial
 from segapp.training.live.start import Start, shares_note, start_of, topology_event
 
 
@@ -28,9 +28,16 @@ def state_of(names: str, split: list[int] | None, **settings: Any) -> dict[str, 
     return {"topology": locations(names).to_state(split), "settings": known, "trial": None}
 
 
-def resumed(now: RunConfig, state: dict[str, Any], before: RunConfig, names: str, *replays: Replay) -> Start:
+def resumed(
+    now: RunConfig,
+    state: dict[str, Any],
+    before: RunConfig,
+    names: str,
+    *replays: Replay,
+    reverted: set[tuple[int, str | None]] = frozenset(),  # type: ignore[assignment]
+) -> Start:
     state = {**state, "config": before.model_dump(mode="json")}
-    return start_of(now, 3, locations(names), state, replays)
+    return start_of(now, 3, locations(names), state, replays, reverted)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +53,7 @@ def resumed(now: RunConfig, state: dict[str, Any], before: RunConfig, names: str
         ({"shares": [4, 2, 2]}, state_of("abc", [4, 2, 2], shares=[4, 2, 2]), "a", (None, None)),
         ({"shares": [4, 2, 2]}, state_of("a", None), "ab", (None, None)),
         ({"gpu0_bsz": 2}, state_of("abcd", [2, 2, 2, 2], gpu0_bsz=2), "ab", (4, None)),  # in proportion
+        ({"gpu0_bsz": 1}, state_of("abc", [1, 4, 3], gpu0_bsz=1), "ab", (2, None)),
         ({"gpu0_bsz": 1}, state_of("abc", [1, 4, 3], gpu0_bsz=1), "a", (None, None)),
         ({}, state_of("abc", [4, 2, 2], shares=[4, 2, 2]), "bc", (None, [4, 4])),  # by a command
         ({"gpu0_bsz": "auto"}, state_of("abc", [2, 3, 3], gpu0_bsz=2, gpu0_bsz_auto=True), "ab", (3, None)),
@@ -86,6 +94,23 @@ def test_new_blocks_in_config_override_saved_fallback() -> None:
     assert (live.recompute, live.is_recomputed, live.num_pieces) == ("config", False, 4)
     assert other.configured.recompute == "config"
     assert other.record.replays == (*CHANGES, (24, {"num_pieces": 2}))
+
+
+def test_split_on_trial_is_kept_or_reverted_by_a_resume() -> None:
+    """The trial of a checkpoint continues, unless its split was reverted since, or the config has another."""
+    before, old = config_of(gpu0_bsz=2), LiveSettings(gpu0_bsz=2, lr_factor=0.5)
+    change = Change({"gpu0_bsz": 5}, received=None, id="c7", split=(5, 2, 1))
+    trial = Trial(change, old, (2, 3, 3), epoch=4, step=15, steps_left=11, is_measured=True)
+    state = {**state_of("abc", [5, 2, 1], gpu0_bsz=5, lr_factor=3), "trial": trial.to_state()}
+    assert resumed(before, state, before, "abc").record.trial == trial
+    assert resumed(before, state, before, "abc", reverted={(4, "c6"), (3, "c7")}).record.trial == trial
+    reverted = resumed(before, state, before, "abc", reverted={(4, "c7")}).record
+    assert (reverted.trial, reverted.settings.gpu0_bsz, reverted.settings.lr_factor) == (None, 2, 3)
+    other = resumed(config_of(gpu0_bsz=1), state, before, "abc", reverted={(4, "c7")}).record
+    assert (other.trial, other.settings.gpu0_bsz) == (None, 1)
+    again, effects, _ = resumed(before, state, before, "abc").record.revert((5, 2, 1), "full") or (None, [], "")
+    assert again is not None
+    assert [(event.status, event.id, event.old) for event in effects] == [("reverted", "c7", 2)]  # type: ignore[union-attr]
 
 
 def test_network_is_built_as_the_settings_say_if_possible() -> None:
