@@ -28,7 +28,7 @@ from segapp.session.session import run_session
 from segapp.training import validation
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
-from segapp.training.live.changes import ChangeRecord, Replay
+from segapp.training.live.changes import ChangeRecord, Replay, with_changes
 from segapp.training.live.commands import CommandController
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
@@ -450,6 +450,28 @@ def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
     assert harness.batch_split.current == (4, 2, 2)
     assert harness.controller.settings == start.configured
     assert "shares=[4, 4] is impossible on these devices" in seen(harness.folder.path, "alert")[-1]["message"]
+
+
+def test_auto_waits_for_replays_and_frozen_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMemoryTracker, "usable_mib", lambda _: [1000.0] * 3)
+    live = LiveSettings(gpu0_bsz=6, gpu0_bsz_auto=True)
+    harness = ControllerHarness(
+        tmp_path / "run", Start(ChangeRecord(live, replays=(Replay(20, {"lr_factor": 2.0}),)), live)
+    )
+    controller, split = harness.controller, harness.batch_split
+    split.apply(live)
+    split.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    controller.add_automatic_changes(10, is_frozen=True)
+    assert controller.requests.settings is None, "what is frozen now will need memory later"
+    harness.begin_epoch(20)
+    assert (controller.settings.gpu0_bsz, controller.settings.lr_factor) == (6, 2.0)
+    controller.adopt(with_changes(controller.settings, {"num_pieces": 2}))
+    assert not split.checker.peaks.measured, "peaks of larger pieces say nothing about these"
+    split.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    harness.begin_epoch(30)
+    assert controller.settings.gpu0_bsz_auto
+    assert split.current is not None
+    assert split.current[0] < 6
 
 
 def test_sample_images_show_all_three_and_change_nothing(

@@ -41,6 +41,7 @@ def test_evaluation_shrinks_until_nothing_is_left() -> None:
         found.append((settings.is_eval_single, settings.window_px))
     assert found == [(True, None), (True, (256, 100)), (True, (128, 64)), (True, (64, 64))]
     assert next_eval_fallback(LiveSettings(), WHOLE, 1, (256, 100), is_fixed=True) is None
+    assert next_eval_fallback(LiveSettings(), WHOLE.within((256, 200)), 1, (256, 100), is_fixed=True) is None
     assert next_eval_fallback(LiveSettings(), WHOLE.within((32, 32)), 1, (32, 32), is_fixed=False) is None
 
 
