@@ -254,8 +254,7 @@ def train(
     """
     from segapp.assembly.devices import plan_devices
     from segapp.config.trust import name_trackers
-    from segapp.run.folder import RunFolder
-    from segapp.session.request import TrainRequest, adopt_launcher, plan_request
+    from segapp.session.request import TrainRequest, adopt_launcher, open_folder, plan_request
     from segapp.session.session import run_session
     from segapp.training.console import PlainReporter
     from segapp.training.signals import StopSignals
@@ -290,11 +289,10 @@ def train(
                 "parallel.mode = ddp starts processes: use segapp train, or parallel.mode=dp here", key="parallel.mode"
             )
         parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
+        with silence():  # the result names the folder
+            path = open_folder(request).path
         if request.folder is None:
-            path = RunFolder.create(request.config.name, path=request.run).path
             request = replace(request, run=path, config=request.config.model_copy(update={"parallel": parallel}))
-        else:
-            path = request.folder.path
         signals = StopSignals(is_active=handle_signals)
         is_shown = _is_shown(progress)
         listener = _Events(on_event, signals, PlainReporter() if is_shown else None)

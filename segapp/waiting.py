@@ -1,4 +1,4 @@
-"""Long waits: lines about them, the signals that arrive meanwhile, and the processes that are waited for.
+"""Long waits: lines about them, repeated calls, the signals that arrive meanwhile, and processes to wait for.
 
 Python calls the handler of a signal in the main thread, between two instructions. A call into C++ that waits for
 another rank, a store or a GPU delays it until the call returns (pytorch issue 63802), and a file system that does not
@@ -6,6 +6,8 @@ answer delays it forever. `watch_signals` starts a thread that calls the handler
 """
 
 import contextlib
+import itertools
+import logging
 import os
 import select
 import signal
@@ -26,31 +28,53 @@ _texts: list[Callable[[], str]] = []
 
 
 @contextlib.contextmanager
+def repeated(name: str, call: Callable[[], float], first_s: float = 0.0, join_s: float | None = None) -> Iterator[None]:
+    """Call `call` in a thread while the body runs; it returns the seconds from its begin until the next call.
+
+    Its errors are logged, and end neither the body nor the thread. At the end, the thread has `join_s`; None: no limit.
+    """
+    is_over = threading.Event()
+
+    def run() -> None:
+        began_s, wait_s = time.monotonic(), first_s
+        while not is_over.wait(max(0.0, began_s + wait_s - time.monotonic())):
+            began_s = time.monotonic()
+            try:
+                wait_s = call()
+            except Exception:
+                wait_s = max(wait_s, 1.0)
+                logging.getLogger("segapp").exception(name)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(join_s)
+
+
+@contextlib.contextmanager
 def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[None]:
     """Print a line on stderr when the body has taken `first_s`, and then every 30 s, with the time so far.
 
     If `first_s` is less than 10, the second line comes 10 s later. Nothing is printed while the text is empty, or
     another `lines_while` runs within the body.
     """
-    is_over, began_s = threading.Event(), time.monotonic()
+    began_s, waits_s = time.monotonic(), itertools.chain([FIRST_S] * (first_s < FIRST_S), itertools.repeat(EVERY_S))
 
-    def say() -> None:
-        wait_s = first_s
-        while not is_over.wait(wait_s):
-            if _texts[-1:] == [text] and (line := text()):
-                with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed stream
-                    print(f"{line} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr, flush=True)
-            wait_s = FIRST_S if wait_s < FIRST_S else EVERY_S
+    def say() -> float:
+        if _texts[-1:] == [text] and (line := text()):
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a closed stream
+                print(f"{line} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr, flush=True)
+        return next(waits_s)
 
     _texts.append(text)
-    thread = threading.Thread(target=say, name="lines", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated("lines", say, first_s, join_s=1.0):  # a thread that writes to a full terminal never ends
+            yield
     finally:
-        is_over.set()
         _texts.remove(text)
-        thread.join(1.0)  # a thread that writes to a terminal that takes nothing never ends
 
 
 def watch_signals() -> None:

@@ -109,6 +109,27 @@ def test_signal_that_no_thread_takes_is_handled_elsewhere() -> None:
     assert (out, program.returncode) == ("15 True\n", 9)
 
 
+def test_repeated_call_is_made_until_the_body_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """Its time is part of the interval, and an error does not end it."""
+    began_s, times_s = time.monotonic(), list[float]()
+
+    def call() -> float:
+        times_s.append(time.monotonic() - began_s)
+        if len(times_s) == 2:
+            raise ZeroDivisionError
+        time.sleep(0.15)
+        return 0.2
+
+    with waiting.repeated("work", call, first_s=0.1):
+        time.sleep(1.45)
+    count = len(times_s)
+    assert times_s == pytest.approx([0.1, 0.3, 1.3], abs=0.09)  # a second after the error
+    assert [record.message for record in caplog.records] == ["work"]
+    assert "work" not in {thread.name for thread in threading.enumerate()}
+    time.sleep(0.2)
+    assert len(times_s) == count
+
+
 def test_long_work_prints_lines_and_fast_work_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

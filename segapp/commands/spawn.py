@@ -20,7 +20,7 @@ from segapp.run.events import EventReader
 from segapp.run.files import append_to_run, open_of_run, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import printable
-from segapp.session.request import TrainRequest, taken_note
+from segapp.session.request import TrainRequest, open_folder
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.runs import run_state
 from segapp.waiting import lines_while
@@ -132,11 +132,9 @@ def spawn_trainer(
         RunBusyError: another trainer holds the folder.
         StorageError: the folder cannot be created.
     """
-    folder = request.folder or RunFolder.create(request.config.name, path=request.run)
+    folder = open_folder(request)
     folder.acquire(print)  # raises if another process holds it; the trainer locks it itself
     folder.release()
-    if note := taken_note(request, folder):
-        print(note, flush=True)
     run = request.run if request.folder is not None else folder.path
     arguments = ["--plain", *(["--config", config] if config is not None else [])]
     arguments += ["--run", str(run)] if run is not None else []

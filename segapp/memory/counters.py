@@ -1,18 +1,15 @@
-"""Memory of each device of a training: counters, peaks by phase of a step, and the thread that reports them.
+"""Memory of each device of a training: counters, peaks by phase of a step, and the events about them.
 
-The training thread calls `mark` when it enters a phase; this is one assignment. Every two seconds the thread of
-`MemorySampler` calls `sample`, which also requests a profile of the next step: in this profile, each mark reads and
+The training thread calls `mark` when it enters a phase; this is one assignment. Every two seconds another thread calls
+`sample`, which also requests a profile of the next step: in this profile, each mark reads and
 resets the peak of the phase that ends. All counters are kept by the allocators and the operating system on the host, so
 no call waits for a GPU.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -29,21 +26,14 @@ from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.memory.peaks import PHASES
 from segapp.memory.split_check import usable_mib
 from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
-from segapp.run.events import Alert, DeviceMemory, Event, Heartbeat, Memory
+from segapp.run.events import DeviceMemory, Event, Memory
 
 IDLE = "data"
 """The phase between two steps."""
 
 MEMORY_S = 2.0
 
-HEARTBEAT_S = 5.0
-
-STEP_S = 1.0
-"""Seconds after an event with a step, after which a heartbeat has the present step if it is another one."""
-
 _PROFILED_STEPS = 2  # the first may have begun before the profile
-
-logger = logging.getLogger("segapp")
 
 
 @dataclass(frozen=True)
@@ -203,7 +193,7 @@ class _Peaks:
 
 
 class DeviceMemoryTracker:
-    """Tracks the phase of the training thread and the memory of its devices.
+    """Tracks the memory of the devices of a training, by its phases.
 
     Logical devices on one real device share its counters. `sample` has the peak of each phase that was run as a whole
     after an earlier `sample`.
@@ -217,8 +207,7 @@ class DeviceMemoryTracker:
     ) -> None:
         given = check_list("devices", devices, "one, such as ['cuda:0', 'cuda:1'] or ['cpu']")
         self.devices = tuple(d if isinstance(d, DeviceInfo) else device_info_of(*resolve_devices([d])) for d in given)
-        self.phase = self.activity = "start"
-        self.last_progress_s = time.monotonic()
+        self.phase = "start"
         keys = [(info.uuid or info.device, info.pid) for info in self.devices]
         self._first = [keys.index(key) for key in keys]
         counters = counters if counters is not None else [counters_of(info) for info in self.devices]
@@ -268,7 +257,6 @@ class DeviceMemoryTracker:
         else:
             self._is_phase_whole = False
         self.phase = phase
-        self.report_progress(activity=phase)
 
     def begin_step(self, sizes: Hashable) -> None:
         """Record that a step begins; leave the peaks out until the next one if cuDNN times its algorithms in this step.
@@ -288,11 +276,6 @@ class DeviceMemoryTracker:
     def end_step(self, sizes: Hashable) -> None:
         """Record that a step with these sizes was made to its end."""
         self._finished_sizes.add(sizes)
-
-    def report_progress(self, *, activity: str | None = None) -> None:
-        """Record progress of the training thread, in a phase or in `read`, while it waits for a batch."""
-        self.activity = activity or self.activity
-        self.last_progress_s = time.monotonic()
 
     def reset_observed(self) -> None:
         """Reset the observed peaks, for example when another split begins."""
@@ -336,85 +319,31 @@ class DeviceMemoryTracker:
                 self._peaks[index].note(peak_mib, phase)
 
 
+@dataclass
 class MemorySampler:
-    """Context manager whose thread emits a `memory` event every 2 s and a `heartbeat` every 5 s, or more often.
-
-    The step of the last event is at most `STEP_S` old while steps are made: `told` returns it with the time of the
-    event, which is one of this thread or of any other.
+    """Emits a `memory` event every 2 s, from a thread that calls `poll`.
 
     It makes no GPU call: torch's counters are on the host. Other threads run nvidia-smi and query the CUDA driver, and
-    their latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event. A checkpoint
-    write that has taken `saving_s` is reported every `blocked_s` seconds.
+    their latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event.
     """
 
-    def __init__(
-        self,
-        emit: Callable[[Event], None],
-        device_memory: DeviceMemoryTracker,
-        *,
-        step: Callable[[], int | None] = lambda: None,
-        told: Callable[[], tuple[int | None, float]] = lambda: (None, math.inf),
-        saving_s: Callable[[], float | None] = lambda: None,
-        gpus: GpuPoller | None = None,
-        memory_s: float = MEMORY_S,
-        heartbeat_s: float = HEARTBEAT_S,
-        blocked_s: float = 30.0,
-    ) -> None:
-        self.emit, self.device_memory = emit, device_memory
-        self._step, self._told, self._saving_s = step, told, saving_s
-        has_gpus = any(place.uuid for place in device_memory.devices)
-        self._gpus = gpus or (GpuPoller(own_used_mib=device_memory.driver_used_mib) if has_gpus else None)
-        self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
-        self._blocked_alert_s = blocked_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+    emit: Callable[[Event], None]
+    device_memory: DeviceMemoryTracker
+    step: Callable[[], int | None] = lambda: None
+    gpus: GpuPoller | None = None
 
-    def __enter__(self) -> MemorySampler:
-        self._thread.start()
-        return self
+    def __post_init__(self) -> None:
+        if self.gpus is None and any(place.uuid for place in self.device_memory.devices):
+            self.gpus = GpuPoller(own_used_mib=self.device_memory.driver_used_mib)
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def beat(self) -> None:
-        """Emit a heartbeat."""
-        phase = self.device_memory.phase
-        activity = phase if phase in ("start", "eval", "save", "paused") else "train"
-        saving_s = self._saving_s()
-        self.emit(Heartbeat(pid=os.getpid(), phase=activity, step=self._step(), saving_s=saving_s))
-        if saving_s is None:
-            self._blocked_alert_s = self._blocked_s
-        elif saving_s >= self._blocked_alert_s:
-            self._blocked_alert_s = saving_s + self._blocked_s
-            message = (
-                f"checkpoint write blocked: the disk has not finished it after {saving_s:.0f} s; training continues"
-            )
-            self.emit(Alert(kind="storage", message=message, step=self._step()))
-
-    def sample(self) -> None:
+    def poll(self) -> float:
+        """Emit a sample, and return the seconds until the next one."""
+        if self.device_memory.phase == "start":  # `run_start` comes first, the first sample shortly after it
+            return 0.25
         devices = self.device_memory.sample()
-        statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
-        self.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self._step()))
-
-    def _run(self) -> None:
-        next_memory_s = next_beat_s = time.monotonic()
-        while True:
-            now_s, (told_step, told_s) = time.monotonic(), self._told()
-            try:
-                if now_s >= next_beat_s or (now_s >= told_s + STEP_S and self._step() != told_step):
-                    next_beat_s = now_s + min(self._heartbeat_s, self._blocked_s)
-                    self.beat()
-                if self.device_memory.phase == "start":  # `run_start` comes first, the first sample shortly after it
-                    next_memory_s = now_s + 0.25
-                elif now_s >= next_memory_s:
-                    next_memory_s = now_s + self._memory_s
-                    self.sample()
-            except Exception:  # an error here must end neither the training nor this thread
-                logger.exception("memory sampler")
-            next_look_s = max(told_s + STEP_S, now_s + STEP_S / 2)
-            if self._stop.wait(max(0.01, min(next_memory_s, next_beat_s, next_look_s) - time.monotonic())):
-                return
+        statuses = {status.uuid: status for status in (self.gpus.poll() if self.gpus else [])}
+        self.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self.step()))
+        return MEMORY_S
 
 
 def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemory:

@@ -352,7 +352,7 @@ class PeerWatch:
 
     def _beat(self) -> None:
         """Increment the counter and read the others, until the watch is over or the store is gone."""
-        silence = _Silence(2 * self._beat_s)
+        silence = Silence(2 * self._beat_s)
         with contextlib.suppress(RuntimeError):  # torch's DistError: no answer any more
             for key in self._others:
                 self._store.add(key, 0)  # so that it exists: reading a missing key would wait for it
@@ -375,7 +375,7 @@ class PeerWatch:
 
     def _await_answers(self) -> None:
         look_s = min(1.0, self._beat_s)
-        silence = _Silence(2 * look_s)
+        silence = Silence(2 * look_s)
         while not self._is_over.wait(look_s):
             silence.note({"store": self._num_answers})
             if silence.longer_than(self._limit_s):
@@ -383,27 +383,27 @@ class PeerWatch:
                 return
 
 
-class _Silence:
+class Silence:
     """Measures how long values have not changed, by this process's clock; times between reads count up to a limit."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s, self._looked_s = longest_s, time.monotonic()
         self._values: dict[str, object] = {}
-        self._silent_s: dict[str, float] = {}
+        self.silent_s: dict[str, float] = {}
 
     def note(self, values: Mapping[str, object]) -> None:
         """Process the values of a read; a key that is left out is no longer watched."""
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, self._longest_s), now_s
-        self._silent_s = {
-            key: self._silent_s.get(key, 0.0) + passed_s if self._values.get(key) == value else 0.0
+        self.silent_s = {
+            key: self.silent_s.get(key, 0.0) + passed_s if self._values.get(key) == value else 0.0
             for key, value in values.items()
         }
         self._values = dict(values)
 
     def longer_than(self, limit_s: float) -> list[str]:
         """Return the keys whose values have not changed for this time."""
-        return [key for key, silent_s in self._silent_s.items() if silent_s >= limit_s]
+        return [key for key, silent_s in self.silent_s.items() if silent_s >= limit_s]
 
 
 class Peers:

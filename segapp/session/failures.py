@@ -1,8 +1,11 @@
-"""The error that tells a user what failed, for any exception of a training."""
+"""How a training ended: its outcome and exit code, and the error that tells a user what failed."""
 
 import re
+import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -20,6 +23,7 @@ from segapp.losses.additive import PlainLossError
 from segapp.memory.oom import is_out_of_memory
 from segapp.models.inspection import ONE_VALUE
 from segapp.parallel.replica_threads import failed_replica
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest
 
 _OF_A_COLLECTIVE = re.compile(
     r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
@@ -71,3 +75,33 @@ def as_segapp_error(error: Exception, parts: Mapping[str, str] = MappingProxyTyp
     replica = failed_replica(error)
     where = "" if replica is None else " in replica {} on {}".format(*replica)
     return RunError(f"unexpected {type(error).__name__}{where}: {first}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended."""
+
+    status: Literal["finished", "stopped", "failed"]
+    reason: str | None
+    """None: the run was complete before."""
+    exit_code: int = 0
+    stopped_by: StoppedBy | None = None
+    topic: str | None = None
+
+
+def outcome_of(ended_by: BaseException | str | None, *, is_saved: bool, signal_number: int) -> Outcome:
+    """Return how a training ended that raised `ended_by`, or returned it as the reason of its end."""
+    match ended_by:
+        case StopRequest() if is_saved:
+            return Outcome("stopped", f"{ended_by}: a checkpoint was saved", EXIT_STOPPED_AND_SAVED, ended_by.by)
+        case StopRequest():
+            reason = f"{ended_by}: nothing was there to save yet"
+            return Outcome("stopped", reason, 128 + signal_number, ended_by.by)
+        case SegappError():
+            reason = " ".join(str(ended_by).split())[:2000]
+            return Outcome("failed", reason, ended_by.exit_code, topic=ended_by.topic)
+        case BaseException():
+            reason = f"{type(ended_by).__name__}: nothing was saved"
+            return Outcome("stopped", reason, 128 + signal.SIGINT, "signal")
+        case _:
+            return Outcome("finished", ended_by)

@@ -42,11 +42,11 @@ from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Oom
 from segapp.run.files import machine_id
-from segapp.run.folder import RunFolder, remove_failed_start
+from segapp.run.folder import remove_failed_start
 from segapp.run.words import plural, say
 from segapp.session.failures import as_segapp_error
 from segapp.session.machine_facts import facts_of
-from segapp.session.request import TrainRequest, taken_note
+from segapp.session.request import TrainRequest, open_folder
 from segapp.training.live.changes import Replay
 from segapp.training.live.commands import PendingRequests
 from segapp.training.live.replay import fallbacks_after
@@ -65,9 +65,7 @@ def launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence
     way to continue with less memory, they start again and continue from the last checkpoint in that way.
     """
     print(f"{devices.description}, one rank each", flush=True)
-    folder = request.folder or RunFolder.create(request.config.name, path=request.run)
-    if note := taken_note(request, folder):
-        print(note, flush=True)
+    folder = open_folder(request)
 
     def ask_for_checkpoint() -> None:
         with contextlib.suppress(CommandError):

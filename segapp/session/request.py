@@ -12,7 +12,7 @@ from segapp.custom.sources import Sources, kept_sources
 from segapp.errors import ConfigError, DistributedError, SegappError
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.folder import RunFolder, find_run, is_run, is_sweep, run_folders
-from segapp.run.words import printable
+from segapp.run.words import printable, say
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -153,12 +153,15 @@ def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
     return next(saved, runs[0] if runs else None)
 
 
-def taken_note(request: TrainRequest, folder: RunFolder) -> str | None:
-    """Return a note if another run has the name of a new run, which therefore got a number; None if not."""
-    if request.folder is not None or request.run is not None or folder.path.name == request.config.name:
-        return None
-    taken = folder.path.with_name(request.config.name)
-    return printable(f"{taken} is another run: this one is {folder.path.name}; to continue the other, add --resume")
+def open_folder(request: TrainRequest) -> RunFolder:
+    """Return the folder of a training; a new one is created, with a number if another run has its name."""
+    if request.folder is not None:
+        return request.folder
+    folder, name = RunFolder.create(request.config.name, path=request.run), request.config.name
+    if request.run is None and folder.path.name != name:
+        taken, number = folder.path.with_name(name), folder.path.name
+        say(printable(f"{taken} is another run: this one is {number}; to continue the other, add --resume"))
+    return folder
 
 
 def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:

@@ -9,10 +9,10 @@ import platform
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -52,24 +52,24 @@ from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEn
 from segapp.run.files import append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, printable, say
-from segapp.session.failures import as_segapp_error
+from segapp.session.failures import Outcome, as_segapp_error, outcome_of
 from segapp.session.process_state import process_state, sharing_random_numbers
 from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
-from segapp.session.request import TrainRequest, taken_note
+from segapp.session.request import TrainRequest, open_folder
 from segapp.session.start_checks import changed_length_note
 from segapp.session.trainer import build_trainer
 from segapp.training.console import PlainReporter
 from segapp.training.context import DeviceLocations, RunContext
 from segapp.training.live.replay import report_reverted_split
 from segapp.training.live.start import shares_note, topology_event
-from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
+from segapp.training.pulse import Liveness
+from segapp.training.signals import StopRequest, StopSignals
 from segapp.training.trackers import make_trackers
 from segapp.training.trainer import Trainer
 from segapp.training.watchdog import Watchdog, rank_words
-from segapp.waiting import lines_while
+from segapp.waiting import lines_while, repeated
 
 _FOLDER_S = 60.0
-EXIT_INTERRUPTED = 130
 
 logger = logging.getLogger("segapp")
 
@@ -102,18 +102,22 @@ def run_session(
             _check_before_start(request)
             return launch_ranks(request, devices, arguments, signals)
         with joined_ranks(request.config, devices) as (ranks, own_devices, peers):
-            stage, others = Stage(), ", or waits for another rank" if ranks.world_size > 1 else ""
+            liveness = Liveness(blocked_s=request.config.checkpoint.grace_s)
+            others = ", or waits for another rank" if ranks.world_size > 1 else ""
+
+            def train(context: RunContext) -> str | None:
+                with _restored_trainer(context, request, own_devices, liveness, peers.pids) as trainer:
+                    return _fit(trainer)
+
             try:
                 _check_before_start(request)
                 with (
                     freed_memory_kept(own_devices.devices[0].type == "cpu"),
-                    lines_while(lambda: "" if stage.has_stepped() else f"still starting{others}"),
+                    lines_while(lambda: "" if liveness.has_stepped else f"still starting{others}"),
                     _opened_folder(request, own_devices, ranks) as folder,
-                    _reported(folder, request, own_devices, ranks, peers, signals, listener, stage) as context,
-                    _restored_trainer(context, request, own_devices, stage, peers.pids) as trainer,
                 ):
-                    _fit(trainer, stage)
-                return stage.code
+                    outcome = _reported(train, folder, request, own_devices, ranks, peers, signals, listener, liveness)
+                    return outcome.exit_code
             except Exception as error:
                 known = as_segapp_error(error)
                 is_own = not isinstance(known, DistributedError)
@@ -162,9 +166,7 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
         return
     if request.note:
         say(request.note)
-    folder = request.folder or RunFolder.create(request.config.name, path=request.run)
-    if note := taken_note(request, folder):
-        say(note)
+    folder = open_folder(request)
     try:
         folder.acquire(functools.partial(print, flush=True))
         with folder:
@@ -242,35 +244,8 @@ def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Itera
             file.close()
 
 
-@dataclass
-class Stage:
-    """Progress of a training process, for the threads that watch it and for its end."""
-
-    trainer: Trainer | None = None
-    """None before the training itself begins."""
-    is_saved: bool = False
-    """True if there is a checkpoint to continue from; from the first step on, every end saves first."""
-    is_failed: bool = False
-    """True if this rank failed, so that the others may be elsewhere."""
-    reason: str | None = None
-    """Why the training finished; None if it did not, or if the run was complete before."""
-    code: int = 0
-    has_ended: bool = False
-    """True if the end of the training was reported."""
-
-    def step(self) -> int | None:
-        return None if self.trainer is None else self.trainer.position.step
-
-    def has_stepped(self) -> bool:
-        return self.trainer is not None and self.step() != (self.trainer.progress.resumed_from_step or 0)
-
-    def saving_s(self) -> float | None:
-        """Return the seconds since the running checkpoint write began; None while none runs."""
-        return None if self.trainer is None else self.trainer.saver.written_for_s()
-
-
-@contextlib.contextmanager
 def _reported(
+    train: Callable[[RunContext], str | None],
     folder: RunFolder,
     request: TrainRequest,
     devices: DevicePlan,
@@ -278,9 +253,9 @@ def _reported(
     peers: Peers,
     signals: StopSignals,
     listener: EventListener | None,
-    stage: Stage,
-) -> Iterator[RunContext]:
-    """Yield the run that a training writes to, and report the end of the training: an event, and the stage's exit code.
+    liveness: Liveness,
+) -> Outcome:
+    """Train, and report the end as an event; `train` returns the reason, or None if the run was complete before.
 
     Raises:
         SegappError: the training failed.
@@ -291,74 +266,72 @@ def _reported(
         event_log = EventLog(EventWriter(folder.events), [listener or console])
     device_infos, locations = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
     memory = DeviceMemoryTracker(device_infos)
+    liveness.event_log, liveness.device_memory = event_log, memory
+    context = RunContext(folder, event_log, ranks, signals, memory, locations)
+    reported: list[Outcome] = []
 
-    def end(status: Literal["finished", "stopped", "failed"], reason: str, **more: Any) -> None:
-        if not stage.has_ended:  # a listener may raise at the end
-            stage.has_ended = True
-            event_log.emit(RunEnd(status=status, reason=reason, exit_code=stage.code, step=stage.step(), **more))
+    def ended(by: BaseException | str | None) -> Outcome:
+        return outcome_of(by, is_saved=liveness.is_saved, signal_number=signals.number)
 
-    def report(reason: str) -> None:
-        console.is_error_shown, stage.code = True, DistributedError.exit_code
-        end("failed", reason)
+    def report(outcome: Outcome) -> Outcome:
+        console.is_error_shown = outcome.status == "failed"  # on stderr, by the code that catches the error
+        if not reported and outcome.reason is not None:  # a listener may raise at the end
+            reported.append(outcome)
+            end = RunEnd.model_validate(outcome, from_attributes=True)
+            event_log.emit(end.model_copy(update={"step": liveness.step()}))
+        return outcome
+
+    def report_lost(reason: str) -> None:
+        report(Outcome("failed", reason, DistributedError.exit_code))
         event_log.close()
 
-    def note_stop() -> str:
-        stage.code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
-        return "a checkpoint was saved" if stage.is_saved else "nothing was there to save yet"
-
     def end_start(_code: int) -> None:
-        if stage.trainer is None and not stage.code:
-            reason = f"{signals.signal_name}: {note_stop()}"
-            end_process(stage.code, lambda: end("stopped", reason, stopped_by="signal"), report_s=0.5)
+        if liveness.training is None and not reported:
+            outcome = ended(StopRequest(signals.signal_name, "signal"))
+            end_process(outcome.exit_code, lambda: report(outcome), report_s=0.5)
 
-    signals.where = lambda: memory.activity
+    signals.where = lambda: liveness.activity
     if signals.end_start is not None:
         signals.end_start = end_start
-    with peers.watched(report):
+    is_elsewhere = False  # True if this rank failed, so that the others may be elsewhere
+    with peers.watched(report_lost):
         try:
-            yield RunContext(folder, event_log, ranks, signals, memory, locations)
-            if stage.reason is not None:
-                end("finished", stage.reason)
+            return report(ended(train(context)))
         except StopRequest as stop:
-            end("stopped", f"{stop}: {note_stop()}", stopped_by=stop.by)
-        except Exception as error:
-            known = as_segapp_error(error, component_names(request.config))
-            logger.exception("training failed")
-            stage.is_failed, stage.code = True, known.exit_code
-            console.is_error_shown = True  # on stderr, by the code that catches the error raised here
-            # The report of an out-of-memory error is a separate event.
-            end("failed", " ".join(str(known).split())[:2000], topic=known.topic)
-            if known is error:
+            return report(ended(stop))
+        except BaseException as error:  # also of a kernel or a program, such as KeyboardInterrupt and SystemExit
+            is_elsewhere, known = True, error
+            if isinstance(error, Exception):
+                logger.exception("training failed")
+                known = as_segapp_error(error, component_names(request.config))
+            report(ended(known))  # an out-of-memory error has an event of its own, too
+            if known is error or not isinstance(known, SegappError):
                 raise
             shown = type(known)(f"{known}\n(traceback in {folder.log_of(ranks.rank)})")
             shown.topic = known.topic
             raise shown from error
-        except BaseException as interrupt:  # of a kernel or a program, such as KeyboardInterrupt and SystemExit
-            stage.is_failed, stage.code = True, EXIT_INTERRUPTED
-            end("stopped", f"{type(interrupt).__name__}: nothing was saved", stopped_by="signal")
-            raise
         finally:
             event_log.close()
-            if stage.trainer is not None and not stage.is_failed:
+            if liveness.training is not None and not is_elsewhere:
                 with lines_while(lambda: "waiting for the other ranks to end"):
                     ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
 
 
-def _fit(trainer: Trainer, stage: Stage) -> None:
-    """Train until the end that the config asks for, unless the run has reached it before."""
+def _fit(trainer: Trainer) -> str | None:
+    """Train until the end that the config asks for, and return the reason; None if the run has reached it before."""
     is_main = trainer.ranks.is_main
     if trainer.progress.is_complete:
         if is_main:
             trainer.answer_commands("the run is complete", is_finished=True)
             key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
             say(f"already complete: {trainer.length}; raise {key} to train on")
-        return
-    stage.trainer, stage.is_saved = trainer, True
+        return None
+    trainer.liveness.is_saved = True
     if is_main:
         for note in trainer.facts.notes:
             say(printable(note))
         announce("first step (loads images, compiles kernels)")
-    stage.reason = trainer.fit()
+    return trainer.fit()
 
 
 @contextlib.contextmanager
@@ -366,7 +339,7 @@ def _restored_trainer(
     context: RunContext,
     request: TrainRequest,
     devices: DevicePlan,
-    stage: Stage,
+    liveness: Liveness,
     rank_pids: Sequence[tuple[str, int]],
 ) -> Iterator[Trainer]:
     """Resolve the config, build the trainer and restore its state; yield it under watch."""
@@ -381,17 +354,18 @@ def _restored_trainer(
     config, saved_plan = resolve_auto(config, folder, devices, context.device_memory.devices, ranks)
     if ranks.is_main:
         _note_plan(folder, config, saved_plan, notes)
-    stage.is_saved = checkpoint is not None
+    liveness.is_saved = checkpoint is not None
     if ranks.world_size > 1 and ranks.is_main:
         report_reverted_split(folder, context.event_log)
 
     with (
-        _watched(context, config, stage, rank_pids),
+        _watched(context, config, liveness, rank_pids),
         contextlib.closing(
             build_trainer(
                 config,
                 context,
                 devices,
+                liveness,
                 checkpoint=checkpoint,
                 saved_plan=saved_plan,
                 limit=request.limit,
@@ -421,28 +395,22 @@ def _check_same_split(split: tuple[int, ...] | None, ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def _watched(
-    context: RunContext, config: RunConfig, stage: Stage, rank_pids: Sequence[tuple[str, int]]
+    context: RunContext, config: RunConfig, liveness: Liveness, rank_pids: Sequence[tuple[str, int]]
 ) -> Iterator[None]:
-    """Run the body under the watchdog and, on the main rank, the sampler of memory and heartbeats."""
-    sampler = MemorySampler(
-        context.event_log.emit,
-        context.device_memory,
-        step=stage.step,
-        told=lambda: context.event_log.told,
-        saving_s=stage.saving_s,
-        blocked_s=config.checkpoint.grace_s,
-    )
-    watchdog = Watchdog(
+    """Run the body under the watchdog and, on the main rank, the threads of heartbeats and memory events."""
+    sampler = MemorySampler(context.event_log.emit, context.device_memory, step=liveness.step)
+    watched = Watchdog(
         context,
+        liveness,
         timeout_s=config.train.hang_timeout_s,
         data_timeout_s=data_timeout_s(config.train),
         num_workers=1 if config.data.workers == "auto" else config.data.workers,  # auto is at least 1
-        step=stage.step,
-        has_stepped=stage.has_stepped,
-        is_writing=lambda: stage.saving_s() is not None,
         rank_pids=rank_pids,
-    )
-    with watchdog, sampler if context.ranks.is_main else contextlib.nullcontext():
+    ).watching()
+    with watched, contextlib.ExitStack() as stack:
+        if context.ranks.is_main:
+            stack.enter_context(repeated("heartbeats", liveness.poll))
+            stack.enter_context(repeated("memory sampler", sampler.poll))
         yield
 
 

@@ -47,6 +47,7 @@ from segapp.training.live.oom import OomPolicy
 from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits, without_failures
 from segapp.training.live.start import Start, start_of
 from segapp.training.progress import Timetable
+from segapp.training.pulse import Liveness
 from segapp.training.reporting import cache_notes
 from segapp.training.step.assembler import StepAssembler, StepLayout, StepParts, set_momentum
 from segapp.training.step.engine import StepEngine
@@ -69,6 +70,7 @@ def build_trainer(
     config: RunConfig,
     context: RunContext,
     devices: DevicePlan,
+    liveness: Liveness,
     *,
     checkpoint: LoadedCheckpoint | None = None,
     saved_plan: SavedMemoryPlan | None = None,
@@ -80,6 +82,7 @@ def build_trainer(
         config: the complete config.
         context: context of the run.
         devices: the devices and the mode; in ddp this rank's own.
+        liveness: signs of life of this process, to report to.
         checkpoint: checkpoint to resume. It is not loaded here, but the model is then built without pretrained weights.
         saved_plan: memory plan from the start of the run.
         limit: use only this number of images; None: all.
@@ -110,7 +113,7 @@ def build_trainer(
         config, momentum_note = _with_momentum(config, parts.model, len(train_set))
         if ranks.is_main:
             context.folder.write_config(dump_config(config))
-    engine = assembler.assemble(parts, layout, ranks=ranks, mark=context.device_memory.mark)
+    engine = assembler.assemble(parts, layout, ranks=ranks, mark=liveness.mark)
     controller = build_controller(config, context, devices, engine, saved_plan, start)
     for split in failed:
         controller.batch_split.record_failure(split)
@@ -151,6 +154,7 @@ def build_trainer(
         context,
         build_settings(config, len(train_loader)),
         facts,
+        liveness,
         engine=engine,
         train_loader=train_loader,
         validation=Validation(engine, val_loader, inference, scheme, samples=samples),

@@ -1,13 +1,11 @@
-"""The events of a training: start, epochs, steps, evaluations; the times of its activities, and alerts about data."""
+"""The events of a training: start, epochs, steps, evaluations, and alerts about data."""
 
-import contextlib
 import math
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Literal
 
 from segapp.config import RecomputeChoice
 from segapp.datasets.cache import PixelCache
@@ -16,59 +14,30 @@ from segapp.datasets.loader import TrainLoader, wait_advice
 from segapp.datasets.resources import cores_of_rank
 from segapp.errors import some_names
 from segapp.inference.evaluate import Evaluation
-from segapp.memory.counters import DeviceMemoryTracker
 from segapp.models.keys import random_modules
-from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Heartbeat, Recompute, Step, Val
+from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Recompute, Step, Val
 from segapp.run.words import size
 from segapp.training.context import TrainerSettings, TrainingFacts
 from segapp.training.learning import LearningWatch
 from segapp.training.live.commands import CommandController
 from segapp.training.progress import Timetable, TrainingProgress
+from segapp.training.pulse import Liveness
 from segapp.training.step.engine import StepEngine, StepResult
-
-Activity = Literal["train", "load", "eval", "save", "paused"]
-"""`load`: from the start of an epoch, or of its rest after an evaluation, to its first batch."""
 
 
 class Clock:
-    """Times by activity since the training began, and counts since the last `step` event."""
+    """Time and counts since the last `step` event; `paused_s` returns the seconds of pauses so far."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._activity: Activity = "train"
-        self._since = now()
-        self._seconds: dict[str, float] = defaultdict(float)
-        self.num_evaluations = 0
-        self.wait_s = 0.0
-        """Seconds of the interval in which the training waited for data."""
+    def __init__(self, paused_s: Callable[[], float]) -> None:
+        self._paused_so_far_s = paused_s
         self.restart()
 
     def restart(self) -> None:
-        self._began, self._paused_s = self._now(), self.spent_s("paused")
+        self._began_s, self._paused_s = time.perf_counter(), self._paused_so_far_s()
         self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
 
     def elapsed_s(self) -> float:
-        return self._now() - self._began - (self.spent_s("paused") - self._paused_s)
-
-    @contextlib.contextmanager
-    def during(self, activity: Activity) -> Iterator[None]:
-        """Count the time of a block for an activity, but not for the surrounding one."""
-        around = self._switch(activity)
-        try:
-            yield
-            self.num_evaluations += activity == "eval"
-        finally:
-            self._switch(around)
-
-    def spent_s(self, activity: Activity) -> float:
-        running_s = self._now() - self._since if activity == self._activity else 0.0
-        return self._seconds[activity] + running_s
-
-    def _switch(self, activity: Activity) -> Activity:
-        now, before = self._now(), self._activity
-        self._seconds[before] += now - self._since
-        self._activity, self._since = activity, now
-        return before
+        return time.perf_counter() - self._began_s - (self._paused_so_far_s() - self._paused_s)
 
 
 def images_in(first: int, count: int, batch_size: int, num_images: int) -> int:
@@ -78,44 +47,6 @@ def images_in(first: int, count: int, batch_size: int, num_images: int) -> int:
     (8, 6)
     """
     return sum(min(batch_size, num_images - batch * batch_size) for batch in range(first, first + count))
-
-
-PROGRESS_S = 1.0
-"""Seconds between two heartbeats with the progress of an evaluation."""
-
-
-class ActivityLog:
-    """Reports the activity of the training thread, and counts its time."""
-
-    def __init__(self, event_log: EventLog, device_memory: DeviceMemoryTracker, step: Callable[[], int]) -> None:
-        self.clock = Clock()
-        self._event_log, self._memory, self._step = event_log, device_memory, step
-        self._announced = "train"
-        self._announced_s = 0.0
-
-    @contextlib.contextmanager
-    def during(self, activity: Activity) -> Iterator[None]:
-        """Report an activity, and the surrounding one after the block has ended without an error."""
-        around, phase = self._announced, self._memory.phase
-        self._memory.mark(activity)
-        self._announce(activity)
-        try:
-            with self.clock.during(activity):
-                yield
-        finally:
-            self._memory.mark(phase)
-            self._announced = around
-        self._announce(around)
-
-    def report_evaluated(self, num_done: int, num_images: int) -> None:
-        """Report how many images of the running evaluation were passed to a device, at most once per second."""
-        if time.monotonic() - self._announced_s >= PROGRESS_S:
-            self._announce("eval", min(num_done, num_images), num_images)
-
-    def _announce(self, activity: str, num_done: int | None = None, num_images: int | None = None) -> None:
-        self._announced, self._announced_s = activity, time.monotonic()
-        step = self._step()
-        self._event_log.emit(Heartbeat(phase=activity, step=step, num_evaluated=num_done, num_images=num_images))
 
 
 NUM_INTERVALS = 30
@@ -247,17 +178,19 @@ class TrainingReporter:
     event_log: EventLog
     settings: TrainerSettings
     progress: TrainingProgress
-    clock: Clock
+    liveness: Liveness
     engine: StepEngine
     controller: CommandController
     train_loader: TrainLoader
     val_set: SegmentationDataset
 
     def __post_init__(self) -> None:
+        self.clock = Clock(lambda: self.liveness.spent_s("paused"))
         self._remaining = RemainingTime(self.settings.timetable)
         self._choice: RecomputeChoice | None = None
         self._blocks: list[list[str]] = []
         self._data_watch = DataWatch(self.train_loader, self.val_set)
+        self._num_evaluations = 0
         self._loss_sum, self._num_losses = 0.0, 0
         """Of the steps since the last evaluation, without non-finite losses."""
 
@@ -340,7 +273,7 @@ class TrainingReporter:
         )
         self._remaining.observe(clock.num_steps, elapsed_s, conditions)
         steps_left = math.ceil((len(self.train_loader) - at.batch) / self.settings.accumulate)
-        eval_s = clock.spent_s("eval") / max(clock.num_evaluations, 1)
+        eval_s = self.liveness.spent_s("eval") / max(self._num_evaluations, 1)
         eta_epoch_s, eta_run_s = self._remaining.etas_s(at.epoch, at.step, steps_left, eval_s)
         self.event_log.emit(
             Step(
@@ -383,6 +316,7 @@ class TrainingReporter:
             "scores": {name: value for name, value in values.items() if name not in Val.model_fields},
         }
         known = {name: value for name, value in values.items() if name in Val.model_fields}
+        self._num_evaluations += 1
         self._loss_sum, self._num_losses = 0.0, 0
         self._val = Val.model_validate(event | known)
         self.event_log.emit(self._val)

@@ -29,7 +29,8 @@ from segapp.training.inbox import FinalStatus
 from segapp.training.live.commands import CommandController
 from segapp.training.live.oom import OomPolicy
 from segapp.training.progress import Best, LossWatch, TrainingProgress
-from segapp.training.reporting import ActivityLog, TrainingReporter, images_in
+from segapp.training.pulse import Liveness
+from segapp.training.reporting import TrainingReporter, images_in
 from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.validation import Validation
@@ -54,10 +55,10 @@ class SafePoint:
         controller: CommandController,
         saver: CheckpointSaver,
         progress: TrainingProgress,
-        activities: ActivityLog,
+        liveness: Liveness,
     ) -> None:
         self._context, self._controller, self._saver, self._progress = context, controller, saver, progress
-        self._activities = activities
+        self._liveness = liveness
         self._has_overdue_save = False
         self._asked_at_step: int | None = None
         self._calls_per_poll = 1
@@ -75,7 +76,7 @@ class SafePoint:
             PauseRequest: leave the step, and make it again after the next `check`.
         """
         controller, signals, is_due = self._controller, self._context.signals, before in ("epoch", "resume")
-        self._context.device_memory.report_progress()
+        self._liveness.report_progress()
         self._answer_saved()
         self._calls += 1
         if is_due or self._calls >= self._calls_per_poll:
@@ -133,7 +134,7 @@ class SafePoint:
 
     def _pause(self) -> None:
         self._controller.answer_all("pause", "applied", None, self._progress.position.step)
-        with self._activities.during("paused"):
+        with self._liveness.during("paused"):
             while self._controller.requests.is_paused:
                 time.sleep(PAUSE_POLL_S)
                 self.check(before="resume")
@@ -147,6 +148,7 @@ class Trainer:
         context: RunContext,
         settings: TrainerSettings,
         facts: TrainingFacts,
+        liveness: Liveness,
         *,
         engine: StepEngine,
         train_loader: TrainLoader,
@@ -155,17 +157,16 @@ class Trainer:
         oom_policy: OomPolicy,
         plateau: Plateau | None = None,
     ) -> None:
-        self.settings, self.facts = settings, facts
+        self.settings, self.facts, self.liveness = settings, facts, liveness
         self.engine, self.train_loader, self.validation = engine, train_loader, validation
         self.controller, self.oom_policy, self.plateau = controller, oom_policy, plateau
         self.ranks, self.device_memory, self.locations = context.ranks, context.device_memory, context.locations
         self.progress = TrainingProgress(settings.timetable.epochs, settings.timetable.total_steps)
-        self.activities = ActivityLog(context.event_log, context.device_memory, lambda: self.position.step)
         self.reporter = TrainingReporter(
             context.event_log,
             settings,
             self.progress,
-            self.activities.clock,
+            liveness,
             engine,
             controller,
             train_loader,
@@ -177,15 +178,14 @@ class Trainer:
             context.event_log,
             context.ranks,
             self._capture,
-            during_save=lambda: self.activities.during("save"),
+            during_save=lambda: liveness.during("save"),
             is_stopped=lambda: context.signals.is_set,
         )
         for loader in (train_loader, validation.loader):
             loader.pool.tell = self._tell_of_data
-        self._has_stepped = False
         self.loss_watch = LossWatch(len(facts.start.classes))
         self.has_diverged = False
-        self.safe_point = SafePoint(context, controller, self.saver, self.progress, self.activities)
+        self.safe_point = SafePoint(context, controller, self.saver, self.progress, liveness)
 
     @property
     def position(self) -> Position:
@@ -203,8 +203,9 @@ class Trainer:
             StopRequest: a signal or a command requested a stop; the state is saved.
             RunError: the training cannot continue.
         """
+        self.liveness.training = self.progress, self.saver
         self.reporter.run_start(self.facts, self.progress.resumed_from_step)
-        self.device_memory.mark(IDLE)
+        self.liveness.mark(IDLE)
         reason = self.length
         with self._saved_on_failure():
             while not self.progress.is_complete:
@@ -249,20 +250,19 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train the rest of the current epoch, or up to an evaluation or the end of the run within it."""
-        settings, clock = self.settings, self.activities.clock
+        settings, clock = self.settings, self.reporter.clock
         if self._is_break_due():
             return
-        with clock.during("load"):
-            if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
-                self._begin_epoch()
-            self.engine.network.module.train()
-            at = self.position
-            batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=self.progress.epochs)
-            clock.restart()
-            group = self._next_group(batches)
-            self.validation.prepare(self.live)
-            if at.step == 0:
-                self.reporter.alert("data", *self.validation.draw_first_batch(group[0]))
+        if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
+            self._begin_epoch()
+        self.engine.network.module.train()
+        at = self.position
+        batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=self.progress.epochs)
+        clock.restart()
+        group = self._next_group(batches)
+        self.validation.prepare(self.live)
+        if at.step == 0:
+            self.reporter.alert("data", *self.validation.draw_first_batch(group[0]))
         num_images = len(self.train_loader.dataset)
         is_last = False
         while not is_last:
@@ -318,14 +318,14 @@ class Trainer:
                 self.device_memory.end_step(sizes)
                 self.position.step += 1
                 self.position.is_evaluated = False
-                if not self._has_stepped:  # kernels are compiled: no rank delays the others as long from now on
+                if not self.liveness.has_stepped:  # kernels are compiled: no rank delays the others as long from now on
                     self.ranks.tighten_timeout()
-                    self._has_stepped = True
+                    self.liveness.has_stepped = True
                 return result
             oom.handle_step_failure(failure, self.position)
 
     def _tell_of_data(self, message: str) -> None:
-        self.device_memory.report_progress()  # workers that start again have as long as the first ones
+        self.liveness.report_progress()  # workers that start again have as long as the first ones
         self.reporter.alert("data", message)
 
     def _sizes(self, group: list[Batch], num_pieces: int, num_samples: int) -> Hashable:
@@ -340,17 +340,17 @@ class Trainer:
         Raises:
             OutOfMemoryError: memory does not suffice with any fallback.
         """
-        check, clock = self.safe_point.check, self.activities.clock
+        check, spent_s = self.safe_point.check, self.liveness.spent_s
 
         def progress(num_done: int) -> None:
-            self.activities.report_evaluated(num_done, len(self.validation.loader.dataset))
+            self.liveness.report_evaluated(num_done, len(self.validation.loader.dataset))
 
-        with self.activities.during("eval"):
-            before_s = clock.spent_s("eval")
+        with self.liveness.during("eval"):
+            before_s = spent_s("eval")
             evaluation = self.oom_policy.make_evaluation(
                 lambda live: self.validation.run(live, check, progress), self.position
             )
-            self.reporter.validation(evaluation, clock.spent_s("eval") - before_s)
+            self.reporter.validation(evaluation, spent_s("eval") - before_s)
             self.validation.draw_samples(self.position.epoch, self.live)
         return evaluation
 
@@ -382,10 +382,10 @@ class Trainer:
     def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return the micro-batches of the next step."""
         began, size = time.perf_counter(), min(self.settings.accumulate, len(self.train_loader) - self.position.batch)
-        self.device_memory.report_progress(activity="read")
+        self.liveness.report_progress(activity="read")
         group = [next(batches) for _ in range(size)]
-        self.device_memory.report_progress(activity=IDLE)
-        self.activities.clock.wait_s += time.perf_counter() - began
+        self.liveness.report_progress(activity=IDLE)
+        self.reporter.clock.wait_s += time.perf_counter() - began
         return group
 
     def _is_break_due(self) -> bool:

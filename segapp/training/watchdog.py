@@ -1,6 +1,6 @@
 """End a training that hangs: a GPU call that never returns, a rank that stalls, a disk that does not answer.
 
-The training thread reports its progress (`DeviceMemoryTracker.report_progress`); a thread of each rank checks it.
+The training thread reports its progress (`Liveness.report_progress`); a thread of each rank checks it.
 Without progress for `train.hang_timeout_s`, the stacks of this process, its data workers and the other ranks on this
 machine are written to `stacks.log` in the run folder. The reason is emitted as an event, the data workers are killed,
 and the process exits with the exit code of the cause; the last checkpoint stays.
@@ -16,18 +16,20 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
-from segapp.parallel.launch import end_process
+from segapp.parallel.launch import Silence, end_process
 from segapp.run.events import Alert, RunEnd
 from segapp.run.files import append_to_run, machine_id
 from segapp.run.lock import child_pids
 from segapp.training.context import RunContext
+from segapp.training.pulse import Liveness
+from segapp.waiting import repeated
 
 START_S = 600.0
 """Minimum timeout until the first step, because models are built, and kernels selected or compiled."""
@@ -50,73 +52,50 @@ def exchange_timeout_s(hang_timeout_s: float) -> float:
     return hang_timeout_s + _REPORT_S if hang_timeout_s > 0 else 7 * 86400.0
 
 
+@dataclass
 class Watchdog:
-    """Context manager that checks the progress of this rank's training thread.
+    """Checks the progress of this rank's training thread."""
 
-    Args:
-        timeout_s: Time without progress after which the training is ended; 0: never.
-        data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
-        rank_pids: (machine, process id) of every rank.
-    """
+    context: RunContext
+    liveness: Liveness
+    _: KW_ONLY
+    timeout_s: float
+    """Time without progress after which the training is ended; 0: never."""
+    data_timeout_s: float = 0.0
+    """Timeout of the loader for one batch of its workers; 0: none."""
+    num_workers: int = 0
+    rank_pids: Sequence[tuple[str, int]] = ()
+    """(machine, process id) of every rank."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        *,
-        timeout_s: float,
-        data_timeout_s: float = 0.0,
-        num_workers: int = 0,
-        step: Callable[[], int | None] = lambda: None,
-        has_stepped: Callable[[], bool] = lambda: False,
-        is_writing: Callable[[], bool] = lambda: False,
-        rank_pids: Sequence[tuple[str, int]] = (),
-    ) -> None:
-        folder, self._rank, self._rank_pids = context.folder, context.ranks.rank, rank_pids
-        header = f"{rank_words(self._rank)}\n" if len(rank_pids) > 1 else ""
+    def __post_init__(self) -> None:
+        folder, self._rank = self.context.folder, self.context.ranks.rank
+        header = f"{rank_words(self._rank)}\n" if len(self.rank_pids) > 1 else ""
         self._stacks = StackLog(folder.stacks_of(self._rank), header)
-        self._where = f"{self._stacks.path}{f' and {folder.logs}' if len(rank_pids) > 1 else ''}"
-        self._event_log, self._device_memory = context.event_log, context.device_memory
-        self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
-        self._step, self._has_stepped = step, has_stepped
-        self._is_writing = is_writing
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._where = f"{self._stacks.path}{f' and {folder.logs}' if len(self.rank_pids) > 1 else ''}"
+        self._look_s = min(1.0, self.timeout_s / 10)
+        self._silence = Silence(2 * self._look_s)
 
-    def __enter__(self) -> Watchdog:
-        self._stacks.__enter__()
-        if self._timeout_s > 0:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._stacks.__exit__()
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Check the progress while the body runs."""
+        looks = repeated("watchdog", self._look, self._look_s) if self.timeout_s > 0 else contextlib.nullcontext()
+        with self._stacks, looks:
+            yield
 
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
-        if place == "read" and self._num_workers > 0:  # the loader has its own timeout
-            return float("inf") if self._data_timeout_s == 0 else self._data_timeout_s + _LOADER_S
-        return self._timeout_s if has_stepped else max(self._timeout_s, START_S)
+        if place == "read" and self.num_workers > 0:  # the loader has its own timeout
+            return float("inf") if self.data_timeout_s == 0 else self.data_timeout_s + _LOADER_S
+        return self.timeout_s if has_stepped else max(self.timeout_s, START_S)
 
-    def _run(self) -> None:
-        look_s = min(1.0, self._timeout_s / 10)
-        seen_s, silent_s = 0.0, 0.0
-        looked_s = time.monotonic()
-        while not self._stop.wait(look_s):
-            now_s = time.monotonic()
-            # The time of a stopped process or a suspended machine does not count.
-            silent_s += min(now_s - looked_s, 2 * look_s)
-            looked_s = now_s
-            if self._device_memory.last_progress_s != seen_s:
-                seen_s, silent_s = self._device_memory.last_progress_s, 0.0
-            place = self._device_memory.activity
-            if silent_s >= self.limit_s(place, has_stepped=self._has_stepped()):
-                self._write_stacks(place, silent_s)
-                if self._device_memory.last_progress_s == seen_s:
-                    self._end_hang(place, silent_s)
-                    return
-                silent_s = 0.0
+    def _look(self) -> float:
+        seen_s, place = self.liveness.last_progress_s, self.liveness.activity
+        self._silence.note({place: seen_s})
+        silent_s = self._silence.silent_s[place]
+        if silent_s >= self.limit_s(place, has_stepped=self.liveness.has_stepped):
+            self._write_stacks(place, silent_s)
+            if self.liveness.last_progress_s == seen_s:
+                self._end_hang(place, silent_s)
+        return self._look_s
 
     def _end_hang(self, place: str, silent_s: float) -> None:
         """Report the hang and end the process."""
@@ -134,31 +113,33 @@ class Watchdog:
         what = f"rank {self._rank} in {place} for {silent_s:.1f} s"
         self._stacks.write(f"\n{time.strftime('%F %T')}: {what}, {where}\n")
         here = machine_id()
-        others = [pid for machine, pid in self._rank_pids if machine == here and pid != os.getpid()]
+        others = [pid for machine, pid in self.rank_pids if machine == here and pid != os.getpid()]
         for pid in [*child_pids(), *others]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)
         if others:
             time.sleep(_OTHERS_S)
-        elif self._num_workers:
+        elif self.num_workers:
             time.sleep(0.2)
 
     def _reason(self, place: str, silent_s: float) -> RunError:
-        where = f"no progress for {silent_s:.0f} s in {place} after step {self._step()}"
-        advice = f"all stacks are in {self._where}; train.hang_timeout_s = {self._timeout_s:g}"
+        where = f"no progress for {silent_s:.0f} s in {place} after step {self.liveness.step()}"
+        advice = f"all stacks are in {self._where}; train.hang_timeout_s = {self.timeout_s:g}"
         kind: type[RunError] = DistributedError
         what = "a device or another rank"
         if place == "read":
             kind, what = WorkerError, "the storage of the data"
-        elif place == "save" and (len(self._rank_pids) <= 1 or self._is_writing()):  # else it waits for another rank
+        elif place == "save" and (len(self.rank_pids) <= 1 or self.liveness.saving_s() is not None):
+            # A save that writes nothing waits for another rank.
             kind, what = StorageError, "the disk of the run folder"
         return kind(f"{where}: {what} does not answer: {advice}")
 
     def _emit(self, message: str, code: int) -> None:
         logger.error(message)
-        self._event_log.emit(Alert(kind="hang", message=message, step=self._step()))
-        self._event_log.emit(RunEnd(status="failed", reason=message, exit_code=code, step=self._step()))
-        self._event_log.close()
+        step = self.liveness.step()
+        self.context.event_log.emit(Alert(kind="hang", message=message, step=step))
+        self.context.event_log.emit(RunEnd(status="failed", reason=message, exit_code=code, step=step))
+        self.context.event_log.close()
 
 
 def rank_words(rank: int) -> str:
@@ -167,6 +148,7 @@ def rank_words(rank: int) -> str:
     return f"rank {rank}, round {around}, process {os.getpid()} on {socket.gethostname()} ({machine_id()})"
 
 
+@dataclass
 class StackLog:
     """Context manager in which SIGUSR2 writes the stack of this process's main thread; the training continues.
 
@@ -178,13 +160,12 @@ class StackLog:
     handler. The stacks are appended to the file, and a file that stays empty is removed at the end.
     """
 
-    def __init__(self, path: Path, header: str = "") -> None:
-        self.path, self._header = path, header
-        self._file: BinaryIO
+    path: Path
+    header: str = ""
 
     def __enter__(self) -> StackLog:
         self.path.parent.mkdir(exist_ok=True)
-        self._file = append_to_run(self.path)
+        self._file: BinaryIO = append_to_run(self.path)
         faulthandler.register(signal.SIGUSR2, self._file, all_threads=False)
         return self
 
@@ -198,6 +179,6 @@ class StackLog:
     def write(self, header: str = "") -> None:
         """Append a header and the stacks of all threads; a full disk is ignored."""
         with contextlib.suppress(OSError, ValueError):
-            self._file.write((header + self._header).encode())
+            self._file.write((header + self.header).encode())
             self._file.flush()
             faulthandler.dump_traceback(self._file, all_threads=True)

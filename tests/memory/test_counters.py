@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import resource
 import time
@@ -24,8 +25,9 @@ from segapp.memory.counters import (
     host_memory_mib,
 )
 from segapp.memory.gpus import GpuPoller, GpuStatus
-from segapp.run.events import EventLog, EventWriter, Step
+from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
+from segapp.waiting import repeated
 from tests.support.fake_smi import THREE_GPUS, fake_smi
 from tests.support.fault_table import case
 from tests.support.runs import events
@@ -171,18 +173,22 @@ def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch):
     assert tried == [Path("/proc/self/clear_refs")]  # not tried again
 
 
-def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
+def monitored(
+    folder: Path, gpus: GpuPoller, monkeypatch: pytest.MonkeyPatch
+) -> tuple[contextlib.AbstractContextManager[None], MemorySampler, RunFolder]:
+    monkeypatch.setattr(sampler_module, "MEMORY_S", 0.1)
     run = RunFolder.create(path=folder / "run")
     infos = gpu_infos()
     watch = DeviceMemoryTracker(infos, counters=[Counters() for _ in infos])
     watch.mark("data")
-    return MemorySampler(EventWriter(run.events).write, watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
+    sampler = MemorySampler(EventWriter(run.events).write, watch, gpus=gpus)
+    return repeated("memory sampler", sampler.poll), sampler, run
 
 
 def test_three_gpus_are_matched_by_uuid(tmp_path, monkeypatch):
     (tmp_path / "out").write_text(THREE_GPUS)
     fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
-    monitor, run = monitored(tmp_path, GpuPoller())
+    monitor, _, run = monitored(tmp_path, GpuPoller(), monkeypatch)
     with monitor:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline and not any(e["devices"][0]["used_mib"] for e in samples(run)):
@@ -192,7 +198,6 @@ def test_three_gpus_are_matched_by_uuid(tmp_path, monkeypatch):
     assert [device["utilization"] for device in devices] == [0.99, 0.1, None]
     assert [device["temperature"] for device in devices] == [80, 50, None]
     assert devices[0]["name"] == "card cccc"
-    assert events(run.path, "heartbeat")[0]["phase"] == "train"
 
 
 def test_total_memory_is_the_total_of_the_slice_that_torch_uses():
@@ -228,16 +233,6 @@ def test_driver_is_asked_about_own_gpus_alone(monkeypatch):
     assert asked == ["cuda:0", "cuda:2"]
 
 
-def test_blocked_write_is_told_again_after_each_further_time():
-    saving_s, told = [None], []
-    watch = DeviceMemoryTracker([DeviceInfo("cpu")], counters=[Counters()])
-    monitor = MemorySampler(told.append, watch, saving_s=lambda: saving_s[0], blocked_s=30.0)
-    for saving_s[0] in (10.0, 30.0, 40.0, 61.0, 90.0, 95.0, 120.0, None, 29.0, 35.0):
-        monitor.beat()
-    alerts = [event.message for event in told if event.type == "alert"]
-    assert [message.partition("after ")[2].split(" s;")[0] for message in alerts] == ["30", "61", "95", "35"]
-
-
 def samples(run: RunFolder) -> list[dict[str, Any]]:
     return events(run.path, "memory") if run.events.exists() else []
 
@@ -246,7 +241,7 @@ def samples(run: RunFolder) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("script", ["exit 9", "sleep 30"])
 def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(tmp_path, monkeypatch, script):
     fake_smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
-    monitor, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0))
+    monitor, _, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0), monkeypatch)
     began = time.monotonic()
     with monitor:
         while len(samples(run)) < 5:
@@ -260,50 +255,12 @@ def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(tmp_path, monkeypa
 
 
 def test_monitor_error_ends_neither_monitor_nor_training(tmp_path, monkeypatch):
-    monitor, run = monitored(tmp_path, GpuPoller(retry_s=60.0))
-    found = monitor.device_memory.sample
+    monitor, sampler, run = monitored(tmp_path, GpuPoller(retry_s=60.0), monkeypatch)
+    found = sampler.device_memory.sample
     calls = iter(range(1000))
-    monkeypatch.setattr(monitor.device_memory, "sample", lambda: found() if next(calls) else 1 / 0)
+    monkeypatch.setattr(sampler.device_memory, "sample", lambda: found() if next(calls) else 1 / 0)
     with monitor:
         deadline = time.monotonic() + 20
         while not samples(run):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("step_s", "log_every", "num_beats"),
-    [(1e9, 1, 5), (0.03, 10, 5), (0.3, 100, 21), (7.0, 100, 6)],  # no step; fast steps in the log; few steps in it
-)
-def test_intervals_are_those_of_the_documentation(tmp_path, monkeypatch, step_s, log_every, num_beats):
-    """ "A `memory` event is written every 2 s and a `heartbeat` every 5 s": on a clock that the waits move.
-
-    More heartbeats are only for steps that the last second of the log does not name.
-    """
-    run = RunFolder.create(path=tmp_path / "run")
-    watch = DeviceMemoryTracker([DeviceInfo("cpu")], counters=[Counters()])
-    watch.mark("data")
-    log, now_s, ages = EventLog(EventWriter(run.events)), 1000.0, list[float]()
-
-    def step() -> int:
-        return int((now_s - 1000.0) / step_s)
-
-    def wait(seconds: float) -> bool:
-        nonlocal now_s
-        end_s = now_s + seconds
-        while now_s < end_s - 1e-9:
-            before, now_s = step(), min(end_s, now_s + 0.03)
-            if step() // log_every > before // log_every:
-                log.emit(Step(epoch=1, step=step(), loss=1.0, lr=0.1))
-            ages.append(now_s - 1000.0 - ((log.told[0] or 0) + 1) * step_s)  # since the first step not named
-        return now_s > 1020.5
-
-    monitor = MemorySampler(log.emit, watch, step=step, told=lambda: log.told)
-
-    monkeypatch.setattr(sampler_module, "time", types.SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr("segapp.run.events.writer.time", types.SimpleNamespace(monotonic=lambda: now_s, time=time.time))
-    monkeypatch.setattr(monitor, "_stop", types.SimpleNamespace(wait=wait))
-    monitor._run()
-    assert len(events(run.path, "memory")) == 11  # at 0, 2, ..., 20 s
-    assert len(events(run.path, "heartbeat")) == num_beats  # at least at 0, 5, ..., 20 s
-    assert max(ages) < 1.5  # the screen looks every half second

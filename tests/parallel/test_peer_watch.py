@@ -96,7 +96,7 @@ def test_store_that_never_answers_again_is_lost_if_needed() -> None:
 def test_time_of_a_stopped_process_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter([0.0, 5.0, 10.0, 500.0, 505.0, 515.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
-    silence, found = launch._Silence(longest_s=10.0), []
+    silence, found = launch.Silence(longest_s=10.0), []
     for count in (b"1", b"1", b"1", b"1", b"2"):
         silence.note({"other": count})
         found.append(silence.longer_than(20.0))

@@ -19,6 +19,7 @@ from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.session.trainer import build_trainer
 from segapp.training.context import RunContext
+from segapp.training.pulse import Liveness
 from segapp.training.signals import StopSignals
 from segapp.training.step.engine import StepEngine
 from tests.support.own_process import in_own_process
@@ -83,7 +84,7 @@ def trained_engine(config: RunConfig, folder: Path) -> dict[str, Any]:
     run = RunFolder.create(path=folder)
     log = EventLog(EventWriter(run.events))
     context = RunContext(run, log, Ranks(), StopSignals(), DeviceMemoryTracker([]))
-    trainer = build_trainer(config, context, plan_devices(config))
+    trainer = build_trainer(config, context, plan_devices(config), Liveness())
     log.close()
     return description(trainer.engine)
 

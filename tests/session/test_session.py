@@ -18,14 +18,16 @@ import torch
 from segapp.assembly.data import image_sizes_of
 from segapp.assembly.devices import DevicePlan
 from segapp.datasets import cache
-from segapp.errors import DistributedError, OutOfMemoryError, StorageError
+from segapp.errors import DataError, DistributedError, OutOfMemoryError, StorageError, WorkerError
 from segapp.parallel.distributed import DistributedSetupError
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.session import ranks, session
+from segapp.session.failures import outcome_of
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.context import RunContext
+from segapp.training.signals import StopRequest
 from tests.support.runs import events, merged
 
 
@@ -83,6 +85,26 @@ def test_run_stopped_before_its_first_save_begins_anew(
     assert "the run has no checkpoint yet: it begins anew" in capsys.readouterr().out
     assert [(end["status"], end["exit_code"]) for end in events(folder, "run_end")[1:]] == [("finished", 0)]
     assert len(events(folder, "step")) == 2
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "is_saved", "outcome", "code"),
+    [
+        ("3 epochs", True, ("finished", "3 epochs", None, None), 0),
+        (None, True, ("finished", None, None, None), 0),
+        (StopRequest("SIGTERM", "signal"), True, ("stopped", "SIGTERM: a checkpoint was saved", "signal", None), 75),
+        (StopRequest("asked"), False, ("stopped", "asked: nothing was there to save yet", "command", None), 143),
+        (WorkerError("a worker\n died"), True, ("failed", "a worker died", None, "hangs#a-data-worker-died"), 7),
+        (DataError(2001 * "x"), False, ("failed", 2000 * "x", None, "data-refused"), 3),
+        (KeyboardInterrupt(), True, ("stopped", "KeyboardInterrupt: nothing was saved", "signal", None), 130),
+    ],
+)
+def test_each_end_of_a_training_has_its_code(
+    ended_by: BaseException | str | None, is_saved: bool, outcome: tuple[str | None, ...], code: int
+) -> None:
+    found = outcome_of(ended_by, is_saved=is_saved, signal_number=signal.SIGTERM)
+    assert (found.status, found.reason, found.stopped_by, found.topic) == outcome
+    assert found.exit_code == code
 
 
 def test_each_rank_has_a_log_that_begins_with_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from segapp.run.events import Oom
 from segapp.run.words import first_line
 from segapp.session import session
 from segapp.training.live import oom
+from segapp.training.pulse import Liveness
 from segapp.training.step.assembler import StepAssembler
 from segapp.training.step.distill import CriticTrainer, TeacherIdentity
 from segapp.training.step.engine import StepEngine
@@ -273,9 +274,9 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     def assemble_within(self: StepAssembler, *args: Any, **options: Any) -> StepEngine:
         engine, budgets_mib = assemble(self, *args, **options), self.config.parallel.memory_budget_mib
         if budgets_mib is not None:
-            tracker = getattr(options.get("mark"), "__self__", None)
-            is_training = isinstance(tracker, DeviceMemoryTracker)
-            limit = limit_of(engine, budgets_mib, lambda: tracker.phase if is_training else "")
+            liveness = getattr(options.get("mark"), "__self__", None)
+            is_training = isinstance(liveness, Liveness)
+            limit = limit_of(engine, budgets_mib, lambda: liveness.device_memory.phase if is_training else "")
             by_engine[id(engine)] = limit
             if is_training:
                 limits["training"] = limit

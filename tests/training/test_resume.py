@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from segapp import failpoints
 from segapp.config import RunConfig
 from segapp.errors import CheckpointError, DataError
 from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest, plan_request, taken_note
+from segapp.session.request import TrainRequest, open_folder, plan_request
 from segapp.session.session import run_session
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.runs import run_state
@@ -172,9 +173,14 @@ def test_plain_resume_takes_the_newest_run_with_a_checkpoint(reference: tuple[Ru
     assert plan_request("tiny.yaml", [], None, "auto").note == "nothing to resume yet: a new training begins"
 
 
-def test_new_run_says_whose_name_is_taken(reference: tuple[RunConfig, Path]) -> None:
-    request = TrainRequest(reference[0])
-    assert taken_note(request, RunFolder.create("tiny")) is None
-    note = taken_note(request, RunFolder.create("tiny"))
-    assert note == "runs/tiny is another run: this one is tiny-2; to continue the other, add --resume"
-    assert taken_note(TrainRequest(reference[0], run=Path("runs/x")), RunFolder.create(path="runs/x")) is None
+def test_new_run_says_whose_name_is_taken(
+    reference: tuple[RunConfig, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    request, note = TrainRequest(reference[0]), "runs/tiny is another run: this one is tiny-2; to continue the other, "
+    named, resumed = replace(request, run=Path("runs/x")), replace(request, folder=RunFolder(Path("runs/y")))
+    requests = (request, request, named, resumed)
+    paths = ("runs/tiny", "runs/tiny-2", "runs/x", "runs/y")
+    for each, path, said in zip(requests, paths, ("", f"{note}add --resume\n", "", ""), strict=True):
+        assert open_folder(each).path == Path(path)
+        assert capsys.readouterr().out == said
+    assert not Path("runs/y").exists()

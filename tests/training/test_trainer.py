@@ -73,8 +73,8 @@ def test_only_finished_steps_have_had_their_algorithms_timed() -> None:
     """A step that runs out of memory is repeated in pieces: other sizes, whose algorithms cuDNN times again."""
     trainer = Mock(Trainer, device_memory=Mock(), engine=Mock(), oom_policy=Mock(), position=Position())
     trainer.safe_point, trainer.reporter, trainer.controller = Mock(), Mock(), Mock(recomputed=((),))
+    trainer.liveness, trainer.ranks = Mock(has_stepped=False), Mock()
     trainer.settings, trainer.train_loader = Mock(batch_size=3), Mock(dataset=range(9))
-    trainer._has_stepped = True
     trainer._sizes = lambda *args: Trainer._sizes(trainer, *args)
     trainer.engine.network.split_of = lambda num: [num - 1, 1]
     trainer.engine.model.frozen_parameters = ()

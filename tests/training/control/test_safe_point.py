@@ -38,18 +38,18 @@ class CountedRanks(Ranks):
         return value
 
 
-def safe_point_of(ranks: Ranks, requests: Any, take: Any, activities: Any = None) -> SafePoint:
+def safe_point_of(ranks: Ranks, requests: Any, take: Any, during: Any = None) -> SafePoint:
     controller: Any = types.SimpleNamespace(
         requests=requests, inbox=types.SimpleNamespace(take=take), answer_all=lambda *_: None
     )
     context: Any = types.SimpleNamespace(
         ranks=ranks,
-        device_memory=types.SimpleNamespace(report_progress=lambda: None),
         signals=types.SimpleNamespace(is_set=False, take_checkpoint_request=lambda: False),
     )
     saver: Any = types.SimpleNamespace(is_overdue=lambda: False)
     progress: Any = types.SimpleNamespace(position=types.SimpleNamespace(step=3))
-    return SafePoint(context, controller, saver, progress, activities)
+    liveness: Any = types.SimpleNamespace(report_progress=lambda: None, during=during)
+    return SafePoint(context, controller, saver, progress, liveness)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_long_pause_is_one_activity_and_skips_no_poll(monkeypatch: pytest.Monkey
         activities.append(activity)
         return contextlib.nullcontext()
 
-    safe_point_of(Ranks(), requests, take, types.SimpleNamespace(during=during)).check()
+    safe_point_of(Ranks(), requests, take, during).check()
     assert (activities, polls) == (["paused"], [False, True, True, True, True])

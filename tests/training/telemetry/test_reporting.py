@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,66 +21,32 @@ from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import TrainLoader
-from segapp.training import reporting as activities
+from segapp.training import pulse, reporting
 from segapp.training.progress import Best, Timetable
 from segapp.training.reporting import Clock, DataWatch, RemainingTime, cache_notes
 from tests.support.drawn_data import draw_image, draw_mask
 from tests.support.runs import alerts, events, merged, train
 
 
-class Time:
-    """A clock that the test moves."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def pass_by(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-def test_clock_counts_each_second_for_one_activity() -> None:
-    time = Time()
-    clock = Clock(time)
-    time.pass_by(50.0)  # the model is built
-    with clock.during("load"):
-        time.pass_by(3.0)
-        clock.restart()
-        time.pass_by(1.0)
-    time.pass_by(20.0)
-    clock.num_steps, clock.num_images = clock.num_steps + 1, clock.num_images + 8  # the first step compiles kernels
-    for _ in range(4):
-        time.pass_by(0.5)
-        clock.num_steps, clock.num_images = clock.num_steps + 1, clock.num_images + 8
-    with clock.during("paused"):
-        time.pass_by(1000.0)
-        with clock.during("save"):
-            time.pass_by(2.0)
-    time.pass_by(0.25)  # the device finishes the steps
-    assert (clock.num_steps, clock.num_images) == (5, 40)
-    assert clock.elapsed_s() == 1 + 20 + 2 + 2 + 0.25
-    with clock.during("eval"):
-        time.pass_by(7.0)
-        with clock.during("paused"):
-            time.pass_by(500.0)
-        assert (clock.num_evaluations, clock.spent_s("eval")) == (0, 7.0)
-    found = [clock.spent_s(activity) for activity in ("load", "eval", "save", "paused")]
-    assert found == [4.0, 7.0, 2.0, 1500.0]
-    assert clock.num_evaluations == 1
-
-
-def test_failed_activity_is_not_counted() -> None:
-    clock = Clock(Time())
-    with pytest.raises(ZeroDivisionError), clock.during("eval"):
-        _ = 1 / 0
-    assert clock.num_evaluations == 0
+def test_clock_leaves_pauses_out_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, paused_s = 100.0, 20.0
+    monkeypatch.setattr(reporting, "time", types.SimpleNamespace(perf_counter=lambda: now_s))
+    clock = Clock(lambda: paused_s)
+    now_s, clock.num_steps, clock.wait_s = 150.0, 3, 4.5
+    assert clock.elapsed_s() == 50.0
+    clock.restart()
+    assert (clock.num_steps, clock.num_images, clock.wait_s) == (0, 0, 0.0)
+    now_s, paused_s = 1180.0, 1020.0
+    assert clock.elapsed_s() == 30.0
+    clock.restart()
+    now_s += 7.0
+    assert clock.elapsed_s() == 7.0
 
 
 def test_evaluations_and_saves_are_told_at_their_begin_and_end(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activities, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(pulse, "PROGRESS_S", 0.0)
     monkeypatch.setattr(DataWatch, "after_interval", lambda *_: ["it waits"])
     config = merged(tiny, train={"epochs": 2, "batch_size": 5, "ema": None}, eval={"batch_size": 1})
     assert train(config, tmp_path / "run") == 0
@@ -96,6 +63,16 @@ def test_evaluations_and_saves_are_told_at_their_begin_and_end(
     assert told_alerts == [("data", "it waits", event["step"]) for event in events(tmp_path / "run", "step")]
     last = events(tmp_path / "run", "step")[-1]
     assert 0 < last["eta_epoch_s"] == last["eta_run_s"] < 60  # the evaluation and the save of the end
+
+
+def test_time_of_an_evaluation_is_the_mean_of_all(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float] = []
+    monkeypatch.setattr(pulse.Liveness, "spent_s", lambda _, activity: {"eval": 600.0}.get(activity, 0.0))
+    monkeypatch.setattr(RemainingTime, "etas_s", lambda _, *at: (found.append(at[-1]), (1.0, 1.0))[1])
+    assert train(merged(tiny, train={"epochs": 4, "batch_size": 10, "ema": None}), tmp_path / "run") == 0
+    assert found == [600.0, 600.0, 300.0, 200.0]  # none, 1, 2 and 3 of them are done
 
 
 Place = tuple[int, int, int]

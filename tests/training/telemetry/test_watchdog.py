@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,56 +18,41 @@ import torch
 
 from segapp.checkpoint.saver import Position
 from segapp.memory.counters import DeviceMemoryTracker, device_info_of
+from segapp.parallel import launch
 from segapp.parallel.distributed import Ranks
+from segapp.parallel.launch import Silence
 from segapp.run.events import EventLog
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
-from segapp.session.session import Stage
 from segapp.training import watchdog as module
 from segapp.training.context import RunContext
+from segapp.training.pulse import Liveness
 from segapp.training.signals import StopSignals
 from segapp.training.watchdog import StackLog, Watchdog
-
-
-class Clock:
-    """Stands for `time` and for the event that stops the thread: each wait takes the next of the given seconds."""
-
-    def __init__(self, waits_s: Sequence[float]) -> None:
-        self.now_s, self._waits_s = 1000.0, iter(waits_s)
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def wait(self, timeout_s: float) -> bool:
-        taken_s = next(self._waits_s, None)
-        self.now_s += taken_s or 0.0
-        return taken_s is None
 
 
 class Watched:
     """A watchdog whose loop runs in the test, and the seconds after which it reports a hang."""
 
     def __init__(self, folder: Path, timeout_s: float, **limits: Any) -> None:
-        self.memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
-        self.has_stepped = False
-        context = RunContext(RunFolder(folder), EventLog(None), Ranks(), StopSignals(is_active=False), self.memory)
-        self.dog = Watchdog(
-            context,
-            timeout_s=timeout_s,
-            step=lambda: 7,
-            has_stepped=lambda: self.has_stepped,
-            **limits,
-        )
+        self.liveness = Liveness()
+        memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
+        context = RunContext(RunFolder(folder), EventLog(None), Ranks(), StopSignals(is_active=False), memory)
+        self.dog = Watchdog(context, self.liveness, timeout_s=timeout_s, **limits)
 
-    def reported_after(self, waits_s: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float | None:
+    def reported_after(
+        self, waits_s: Iterable[float], monkeypatch: pytest.MonkeyPatch, *, write: Callable[..., None] = lambda *_: None
+    ) -> float | None:
         """Return the seconds of silence with which a hang was reported; None if it was not."""
         reported: list[float] = []
-        clock = Clock(waits_s)
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=clock.monotonic))
-        monkeypatch.setattr(self.dog, "_stop", clock)
-        monkeypatch.setattr(self.dog, "_write_stacks", lambda *_: None)
+        now_s = 1000.0
+        monkeypatch.setattr(launch, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+        self.dog._silence = Silence(self.dog._silence._longest_s)
+        monkeypatch.setattr(self.dog, "_write_stacks", write)
         monkeypatch.setattr(self.dog, "_end_hang", lambda place, silent_s: reported.append(silent_s))
-        self.dog._run()
+        for wait_s in waits_s:
+            now_s += wait_s
+            assert self.dog._look() == 1.0
         return reported[0] if reported else None
 
 
@@ -96,9 +82,12 @@ def test_limits_of_the_first_and_later_steps_by_hand(
 
 @pytest.mark.parametrize(("timeout_s", "runs"), [(0.0, False), (0.5, True)])
 def test_timeout_of_zero_watches_nothing(tmp_path: Path, timeout_s: float, runs: bool) -> None:
-    with Watched(tmp_path, timeout_s).dog as dog:
-        assert dog._thread.is_alive() == runs
-    assert not dog._thread.is_alive()
+    def watches() -> bool:
+        return "watchdog" in {thread.name for thread in threading.enumerate()}
+
+    with Watched(tmp_path, timeout_s).dog.watching():
+        assert watches() == runs
+    assert not watches()
 
 
 @pytest.mark.parametrize(("has_stepped", "limit_s"), [(True, 60), (False, 600)])
@@ -106,22 +95,14 @@ def test_training_hangs_after_its_timeout(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, has_stepped: bool, limit_s: int
 ) -> None:
     """The first look sees the last progress; the first step of a process, resumed or not, has ten minutes."""
-    watched.has_stepped = has_stepped
+    watched.liveness.has_stepped = has_stepped
     assert watched.reported_after([1.0] * limit_s, monkeypatch) is None
     assert watched.reported_after([1.0] * (limit_s + 1), monkeypatch) == limit_s
 
 
-@pytest.mark.parametrize(("resumed_from", "step", "has_stepped"), [(None, 0, False), (7, 7, False), (7, 8, True)])
-def test_stage_tells_own_steps_from_earlier_ones(resumed_from: int | None, step: int, has_stepped: bool) -> None:
-    stage = Stage()
-    assert (stage.step(), stage.has_stepped(), stage.saving_s(), stage.is_saved) == (None, False, None, False)
-    stage.trainer = Mock(position=Position(step=step), progress=Mock(resumed_from_step=resumed_from))
-    assert (stage.step(), stage.has_stepped()) == (step, has_stepped)
-
-
 def test_time_asleep_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP, or a machine that was suspended for an hour: one look that comes late counts two seconds."""
-    watched.has_stepped = True
+    watched.liveness.has_stepped = True
     asleep = [1.0] * 10 + [3600.0] + [1.0] * 10
     assert watched.reported_after(asleep, monkeypatch) is None
     assert watched.reported_after(asleep + [1.0] * 38, monkeypatch) is None
@@ -129,14 +110,22 @@ def test_time_asleep_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyP
 
 
 def test_progress_ends_the_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched.has_stepped = True
+    watched.liveness.has_stepped = True
 
     def waits() -> Iterator[float]:
         yield from [1.0] * 50
-        watched.memory.report_progress()
+        watched.liveness.report_progress()
         yield from [1.0] * 50
 
-    assert watched.reported_after(waits(), monkeypatch) is None  # type: ignore[arg-type]
+    assert watched.reported_after(waits(), monkeypatch) is None
+    written: list[float] = []
+
+    def write(_: str, silent_s: float) -> None:
+        written.append(silent_s)
+        watched.liveness.report_progress()
+
+    assert watched.reported_after([1.0] * 130, monkeypatch, write=write) is None
+    assert written == [60.0, 60.0]
 
 
 @pytest.mark.parametrize(
@@ -152,9 +141,11 @@ def test_save_that_hangs_blames_the_disk_only_while_it_writes(
     tmp_path: Path, num_ranks: int, is_writing: bool, says: str, exit_code: int
 ) -> None:
     pids = [("elsewhere", number) for number in range(num_ranks)]
-    dog = Watched(tmp_path, 0.0, is_writing=lambda: is_writing, rank_pids=pids).dog
-    error = dog._reason("save", 60.0)
-    assert says in str(error)
+    watched = Watched(tmp_path, 0.0, rank_pids=pids)
+    saver, progress = Mock(written_for_s=lambda: 0.0 if is_writing else None), Mock(position=Position(step=7))
+    watched.liveness.training = progress, saver
+    error = watched.dog._reason("save", 60.0)
+    assert f"in save after step 7: {says}" in str(error)
     assert error.exit_code == exit_code
 
 
@@ -167,7 +158,8 @@ def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, mo
     monkeypatch.setattr(module.time, "sleep", slept.append)
     for others in ([], [("elsewhere", own + 3)], [(here, own + 2), ("elsewhere", own + 3)]):
         ranks = [(here, own), *others]
-        with Watched(tmp_path, 0.0, rank_pids=ranks).dog as dog:  # 0: no thread
+        dog = Watched(tmp_path, 0.0, rank_pids=ranks).dog
+        with dog.watching():  # 0: no thread
             dog._write_stacks("step", 61.0)
     assert heard == [own + 1, own + 1, own + 1, own + 2]
     assert slept == [module._OTHERS_S]
