@@ -196,7 +196,7 @@ class ChangeRecord:
         return settings
 
     def request(self, change: Change, reason: str, epoch: int) -> tuple[ChangeRecord, Effects]:
-        """Let a change wait for the next epoch, number `epoch`; what it replaces of waiting changes is cancelled."""
+        """Let a change wait for the next epoch, number `epoch`; cancel what it replaces of waiting changes."""
         record, effects = self.superseded_by(change)
         effects.append(Answered(change, "accepted", reason))
         if change.is_split:
@@ -204,7 +204,7 @@ class ChangeRecord:
         return replace(record, waiting=(*record.waiting, change)), effects
 
     def superseded_by(self, newer: Change) -> tuple[ChangeRecord, Effects]:
-        """Remove from the waiting changes the settings of a newer one; changes that become empty are cancelled."""
+        """Remove from the waiting changes the settings of a newer one; cancel changes that become empty."""
         reason = f"superseded by {newer.id}"
         kept: list[Change] = []
         effects: Effects = []
@@ -223,7 +223,7 @@ class ChangeRecord:
         return replace(self, waiting=tuple(kept)), effects
 
     def cancel(self, command_id: str | None, reason: str) -> tuple[ChangeRecord, Effects]:
-        """Cancel the waiting change of a command; None: of all commands."""
+        """Cancel the waiting change of a command, or of every command if it is None."""
         gone = [each for each in self.waiting if each.received and command_id in (None, each.id)]
         effects = [effect for change in gone for effect in self._cancelled(change, reason)]
         return replace(self, waiting=tuple(each for each in self.waiting if each not in gone)), effects
