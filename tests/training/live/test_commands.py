@@ -202,6 +202,9 @@ def test_settings_of_two_requests_are_joined_and_told(harness: ControllerHarness
     assert [harness.answers(each)[-1] for each in (first, second, third)] == ["cancelled", "cancelled", "accepted"]
     cancelled = [event["id"] for event in seen(harness.folder.path, "gpu0_bsz") if event["status"] == "cancelled"]
     assert cancelled == [first], "once, although a later request takes the rest of the first"
+    harness.send("set lr_factor=7 gpu0_bsz=6")
+    harness.send("set lr_factor=4")
+    assert seen(harness.folder.path, "gpu0_bsz")[-1]["status"] == "pending", "its split still waits"
     kept = harness.send("set gpu0_bsz=2 recompute=off")
     harness.send("set shares=2,2,4")
     harness.begin_epoch(20)
