@@ -42,11 +42,13 @@ def test_figures_are_those_of_the_network():
 
 
 def test_table_and_json_show_the_same(capsys):
-    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", as_json=True)
-    (facts,) = json.loads(capsys.readouterr().out)
-    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", as_json=False)
-    header, row = capsys.readouterr().out.splitlines()
+    print_models("torchvision/lraspp/mobilenet_v3_*", "64x96", as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    print_models("torchvision/lraspp/mobilenet_v3_*", "64x96", as_json=False)
+    header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["NETWORK", "PARAMETERS", "SIZE", "STRIDE"]
-    assert row.split() == [facts["label"], f"{facts['num_params'] / 1e6:.1f}", "M", "64x64", str(facts["stride"])]
+    assert {each["label"].rpartition("_")[2] for each in facts} == {"small", "large"}
+    for row, each in zip(rows, facts, strict=True):
+        assert row.split() == [each["label"], f"{each['num_params'] / 1e6:.1f}", "M", "64x96", str(each["stride"])]
     with pytest.raises(ConfigError, match="--size 64: write HEIGHTxWIDTH"):
         print_models(None, "64", as_json=False)

@@ -18,8 +18,16 @@ import torch
 from segapp.assembly.data import image_sizes_of
 from segapp.assembly.devices import DevicePlan
 from segapp.datasets import cache
-from segapp.errors import DataError, DistributedError, OutOfMemoryError, StorageError, WorkerError
-from segapp.parallel.distributed import DistributedSetupError
+from segapp.errors import (
+    ConfigError,
+    DataError,
+    DistributedError,
+    OutOfMemoryError,
+    StorageError,
+    WorkerError,
+)
+from segapp.memory.counters import DeviceInfo
+from segapp.parallel.distributed import DistributedSetupError, Ranks
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.session import ranks, session
@@ -54,6 +62,44 @@ def test_cache_that_a_resume_chooses_anew_changes_nothing(
     for kind in ("step", "val"):
         losses = [[event["loss"] for event in events(tmp_path / name, kind)] for name in ("plain", "auto")]
         assert losses[0] == losses[1]
+
+
+class MiddleRank(Ranks):
+    """Rank 1 of three, to which the first and the last rank have told their values."""
+
+    def __init__(self, first: Any, last: Any) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.first, self.last = 1, 3, first, last
+
+    def gather(self, value: Any) -> list[Any]:
+        return [self.first, value, self.last]
+
+
+def test_devices_of_three_ranks_keep_rank_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one and two devices; the first is on another machine, the last on this one."""
+    monkeypatch.setattr(session, "machine_id", lambda: "here")
+    monkeypatch.setattr(socket, "gethostname", lambda: "b")
+    theirs = [
+        [DeviceInfo(name, pid=pid) for name, pid in pairs] for pairs in ([("x:1", 41)], [("x:0", 43), ("x:2", 44)])
+    ]
+    ranks = MiddleRank((theirs[0], "there", "a"), (theirs[1], "here", "b"))
+    plan = DevicePlan("ddp", (torch.device("cpu"),), "")
+    infos, locations = session._device_infos(plan, ranks, None)
+    told: list[Any] = [(info.device, info.is_own, info.pid, info.machine) for info in infos]
+    assert told == [
+        ("x:1", False, None, "a"),
+        ("cpu", True, os.getpid(), "b"),
+        ("x:0", False, 43, "b"),
+        ("x:2", False, 44, "b"),
+    ]
+    assert (locations.names, locations.num_machines) == (("a x:1", "b cpu", "b x:0", "b x:2"), 2)
+    monkeypatch.setattr(session, "limit_gpus", lambda _, devices, first: told.append((*devices, first)))
+    limited, _ = session._device_infos(plan, ranks, [1.0, 2.0, 3.0, 4.0])
+    assert told[4:] == [(*plan.devices, 1)]
+    assert [info.total_mib for info in limited] == [1.0, 2.0, 3.0, 4.0]
+    session._check_same_split((1, 2, 3), MiddleRank(("a", (1, 2, 3)), ("c", (1, 2, 3))))
+    with pytest.raises(ConfigError, match=r"\[1, 2, 3\] on a.*\[1, 3, 2\] on c"):
+        session._check_same_split((1, 2, 3), MiddleRank(("a", (1, 2, 3)), ("c", (1, 3, 2))))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

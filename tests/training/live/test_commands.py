@@ -164,8 +164,14 @@ def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
     failed.record_failure(best.split, (6, 1, 1))
     assert failed.checker.ceiling is None, "device 0 had fewer samples than before: another device ran out of memory"
     failed.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    failed.record_peaks((5, 2, 1), (750.0, 400.0, 250.0))
+    failed.record_failure((8, 0, 0), (6, 1, 1))
     resumed = split_of()
+    resumed.record_failure((7, 1, 0), (6, 1, 1))
     resumed.load_state_dict(failed.state_dict())
+    assert (failed.checker.ceiling, resumed.checker.ceiling) == (8, 7)
+    assert resumed.checker.failed == {best.split, (8, 0, 0), (7, 1, 0)}
+    assert resumed.checker.peaks.measured == failed.checker.peaks.measured
     for batch_split in (failed, resumed):
         move = replace(batch_split.checker, usable_mib=[1000.0] * 3).best_move()
         assert move is not None
@@ -236,16 +242,17 @@ def test_settings_are_rejected_in_the_last_epoch(harness: ControllerHarness) -> 
 
 
 def test_cancel_removes_one_or_all_pending_commands(harness: ControllerHarness) -> None:
-    texts = ("set gpu0_bsz=3", "stop epoch", "stop epoch", "set lr_factor=0.1")
-    first, stop, other_stop, second = map(harness.send, texts)
+    texts = ("set gpu0_bsz=3", "stop epoch", "stop epoch", "stop epoch", "set lr_factor=0.1")
+    first, stop, other_stop, last_stop, second = map(harness.send, texts)
     harness.send(f"cancel {first}")
     harness.send(f"cancel {stop}")
     assert harness.controller.requests.settings == LiveSettings(lr_factor=0.1)
     assert harness.controller.requests.stop == "epoch"
+    third = harness.send("set gpu0_bsz=5")
     harness.send("cancel")
     assert harness.controller.requests.settings is None
     assert harness.controller.requests.stop is None
-    for command_id in (first, second, stop, other_stop):
+    for command_id in (first, second, third, stop, other_stop, last_stop):
         assert harness.answers(command_id) == ["accepted", "cancelled"]
 
 

@@ -64,11 +64,13 @@ def test_later_fallbacks_are_adopted_at_their_steps() -> None:
 
 
 class Run:
-    """A run with a change of the split to 3 and 5 samples, and reports of ranks."""
+    """A run with a change of the split to 3 and 5 samples, after an earlier one, and reports of ranks."""
 
     def __init__(self, path: Path, status: str) -> None:
         self.folder = RunFolder.create(path=path)
         self.log = EventLog(EventWriter(self.folder.events))
+        self.log.emit(CommandAnswer(id="c0", command="stop epoch", by="you", status="accepted", reason=None, step=1))
+        self.log.emit(Gpu0Bsz(status="applied", old=2, new=1, split=[1, 7], epoch=2, id=None, step=2))
         command = "set gpu0_bsz=3"
         self.log.emit(CommandAnswer(id="c1", command=command, by="me", status="accepted", reason=None, step=4))
         self.log.emit(Gpu0Bsz(status=status, old=1, new=3, split=[3, 5], epoch=3, id="c1", step=4))  # type: ignore[arg-type]
@@ -78,11 +80,11 @@ class Run:
                 CommandAnswer(id="c1", command=command, by="me", status="applied", reason=None, step=4, **done)
             )
 
-    def rank_fails(self, split: tuple[int, ...], later_s: float = 1.0) -> None:
+    def rank_fails(self, split: tuple[int, ...], later_s: float = 1.0, rank: int = 1, step: int = 4) -> None:
         self.folder.reports.mkdir(exist_ok=True)
-        path = self.folder.reports / "rank_1_step_4.json"
-        fallbacks = {"failed_splits": [split], "window_px": [64, 32]}
-        path.write_text(json.dumps({"step": 4, "problem": "no memory", "fallbacks": fallbacks}))
+        path = self.folder.reports / f"rank_{rank}_step_{step}.json"
+        fallbacks = {"failed_splits": [split], "window_px": [64, 32 * rank]}
+        path.write_text(json.dumps({"step": step, "problem": f"no memory on {rank}", "fallbacks": fallbacks}))
         at_s = events(self.folder.path)[-1]["t"] + later_s
         os.utime(path, (at_s, at_s))
 
@@ -90,19 +92,22 @@ class Run:
 @pytest.mark.parametrize("status", ["pending", "applied"])
 def test_failed_split_of_a_rank_is_reverted_once(tmp_path: Path, status: str) -> None:
     run = Run(tmp_path / "run", status)
-    run.rank_fails((3, 5))
+    for rank, split, step in ((1, (1, 7), 6), (2, (3, 5), 4), (3, (3, 5), 5)):
+        run.rank_fails(split, rank=rank, step=step)
     for _ in range(2):
         report_reverted_split(run.folder, run.log)
     reverted = [event for event in events(run.folder.path, "gpu0_bsz") if event["status"] == "reverted"]
     assert [(event["id"], event["old"], event["new"]) for event in reverted] == [("c1", 1, 3)]
-    assert "no memory" in reverted[0]["reason"]
+    assert "split 3·5 does not fit: back to the one before (no memory on 2)" in reverted[0]["reason"]
     final = [event for event in events(run.folder.path, "command") if event["status"] != "accepted"]
-    assert [event["status"] for event in final] == ["rejected" if status == "pending" else "applied"]
-    assert applied_after(run.folder.events, 0) == []
-    (fallback,) = fallbacks_after(run.folder, 4)
-    assert fallback == (4, {"failed_splits": [[3, 5]], "window_px": [64, 32]})
-    assert without_failures(fallback) == (4, {"window_px": (64, 32)})
-    assert fallbacks_after(run.folder, 5) == []
+    of_command = "rejected" if status == "pending" else "applied"
+    assert [(event["id"], event["status"], event["by"]) for event in final] == [("c1", of_command, "me")]
+    assert applied_after(run.folder.events, 3) == []
+    fallbacks = fallbacks_after(run.folder, 4)
+    assert [fallback.step for fallback in fallbacks] == [4, 5, 6]
+    assert fallbacks[0] == (4, {"failed_splits": [[3, 5]], "window_px": [64, 64]})
+    assert without_failures(fallbacks[0]) == (4, {"window_px": (64, 64)})
+    assert fallbacks_after(run.folder, 5) == fallbacks[1:]
 
 
 @pytest.mark.parametrize(("split", "later_s"), [((4, 4), 1.0), ((3, 5), -9.0)], ids=["another split", "before it"])
@@ -110,4 +115,4 @@ def test_reports_of_other_failures_revert_nothing(tmp_path: Path, split: tuple[i
     run = Run(tmp_path / "run", "pending")
     run.rank_fails(split, later_s)
     report_reverted_split(run.folder, run.log)
-    assert [event["status"] for event in events(run.folder.path, "gpu0_bsz")] == ["pending"]
+    assert [event["status"] for event in events(run.folder.path, "gpu0_bsz")] == ["applied", "pending"]

@@ -85,14 +85,14 @@ def test_new_split_in_config_overrides_saved_setting() -> None:
 
 
 def test_new_blocks_in_config_override_saved_fallback() -> None:
-    before = config_of()
-    state = state_of("abc", [2, 3, 3], recompute="all", is_recomputed=True, num_pieces=4)
+    before = config_of(gpu0_bsz=2)
+    state = state_of("abc", [5, 2, 1], recompute="all", is_recomputed=True, num_pieces=4, gpu0_bsz=5)
     same = resumed(before, state, before, "abc", *CHANGES, FALLBACK)
     assert (same.record.settings.recompute, same.record.settings.is_recomputed) == ("all", True)
-    other = resumed(config_of("auto"), state, before, "abc", *CHANGES, FALLBACK)
+    other = resumed(config_of("auto", gpu0_bsz=2), state, before, "abc", *CHANGES, FALLBACK)
     live = other.record.settings
     assert (live.recompute, live.is_recomputed, live.num_pieces) == ("config", False, 4)
-    assert other.configured.recompute == "config"
+    assert (other.configured.recompute, other.configured.gpu0_bsz, live.gpu0_bsz) == ("config", 2, 5)
     assert other.record.replays == (*CHANGES, (24, {"num_pieces": 2}))
 
 
