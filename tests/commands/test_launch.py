@@ -319,7 +319,8 @@ def test_machines_of_a_meeting_agree_on_the_round(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("others", "port"), [([], None), (["--master-port=29501"], 29501), (["--master_port=7", "--tee=3"], 7)]
+    ("others", "port"),
+    [([], None), (["--master-port=29501"], 29501), (["--master-port=5", "--tee=3", "--master_port=7"], 7)],
 )
 def test_port_of_the_ranks_can_be_fixed(
     others: list[str], port: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,7 @@ BEGUN = {"type": "run_start"}
         ([{**SIGNAL, "step": 5}, {**BEGUN, "resumed_from_step": 5}], 75, 75),  # killed after its checkpoint of step 9
         ([{**SIGNAL, "step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 75),  # killed before it had one
         ([BEGUN, {**BEGUN, "resumed_from_step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 1),  # twice
-        ([BEGUN], 75, 75),
+        ([{**BEGUN, "resumed_from_step": 9}, BEGUN], 75, 75),
         ([], 2, 2),
         ([], 0, 8),  # others can write a launcher's exit code
         ([BEGUN], 0, 8),

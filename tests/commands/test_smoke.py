@@ -72,18 +72,19 @@ def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None
         {"type": "run_start"},
         {"type": "run_start", "resumed_from_step": 3},
         *({"type": "step", "step": i, "step_s": 0.5, "data_wait_frac": None} for i in range(1, 8)),
-        *[{"type": "val", "val_s": 2.0, "num_images": 4}] * 2,
-        {"type": "checkpoint", "size_bytes": 11},
+        *({"type": "val", "val_s": val_s, "num_images": 4} for val_s in (3.0, 2.0, 5.0)),
+        *({"type": "checkpoint", "size_bytes": 10 + s, "copy_s": s, "save_s": 7 - s} for s in (2, 4, 1)),
     ]
     text = "".join(json.dumps({"v": 1, "seq": i, "t": 1.0, **line}) + "\n" for i, line in enumerate(lines, start=1))
-    sizes = {"samples/first_batch.png": 900, "samples/epoch_0001_0.png": 30, "samples/epoch_0002_0.png": 50}
-    for name, size in {**sizes, "tensorboard/curves": 70}.items():
+    sizes = {"samples/first_batch.png": 900, "samples/epoch_0001_0.png": 30, "samples/epoch_0002_0.png": 60}
+    for name, size in {**sizes, "tensorboard/curves": 40, "tensorboard/val/curves": 30}.items():
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * size)
     (tmp_path / "run" / "events.jsonl").write_text(text)
     found = measure(tmp_path, [torch.device("cpu")])
-    assert (found.samples_bytes, found.step_bytes) == (40, (len(text) + 70) / 7)
+    assert (found.samples_bytes, found.step_bytes) == (30, (len(text) + 70) / 7)
+    assert (found.eval_image_s, found.checkpoint_bytes, found.copy_s, found.save_s) == (0.5, 14, 4, 6)
 
 
 @pytest.mark.parametrize(

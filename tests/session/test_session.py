@@ -98,7 +98,7 @@ def test_devices_of_three_ranks_keep_rank_and_machine(monkeypatch: pytest.Monkey
     assert told[4:] == [(*plan.devices, 1)]
     assert [info.total_mib for info in limited] == [1.0, 2.0, 3.0, 4.0]
     session._check_same_split((1, 2, 3), MiddleRank(("a", (1, 2, 3)), ("c", (1, 2, 3))))
-    with pytest.raises(ConfigError, match=r"\[1, 2, 3\] on a.*\[1, 3, 2\] on c"):
+    with pytest.raises(ConfigError, match=r"is \[1, 3, 2\] on c and \[1, 2, 3\] on a, b: "):
         session._check_same_split((1, 2, 3), MiddleRank(("a", (1, 2, 3)), ("c", (1, 3, 2))))
 
 
