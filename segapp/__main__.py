@@ -39,9 +39,31 @@ def main(arguments: list[str] | None = None) -> None:
     """Run segapp with the process's arguments (or those given) and exit."""
     _use_utf8_for_files()
     _open_closed_streams()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, _interrupt)
+    with _interrupts_end():
+        _run(arguments)
+
+
+@contextlib.contextmanager
+def _interrupts_end() -> Iterator[None]:
+    """Exit with one line when SIGINT, SIGTERM or SIGHUP arrives within the body."""
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    earlier = {number: signal.getsignal(number) for number in stops}
+    try:
+        for number, handler in earlier.items():
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, _interrupt)
+        yield
+    except KeyboardInterrupt as error:
+        number = next(iter(error.args), signal.SIGINT)
+        _say_stopped(number)
+        sys.exit(128 + number)
+    finally:
+        for number in stops:
+            if signal.getsignal(number) is _interrupt:
+                signal.signal(number, earlier[number])  # a KeyboardInterrupt in Python's own exit would be a traceback
+
+
+def _run(arguments: list[str] | None) -> None:
     if threading.current_thread() is threading.main_thread():
         watch_signals()
     os.umask(os.umask(0o022) | 0o022)  # whatever writes a file, in this process or a child: others cannot change it
@@ -181,10 +203,6 @@ def _one_line_errors(words: list[str], is_debug: bool, *, as_json: bool) -> Iter
         if error.errno in _NAME_ERRNOS:
             _fail(ConfigError(f"{shown}: use another file or folder", path=name), as_json)
         _fail(StorageError(f"{shown}: {free_or('choose another folder', error)}", path=name), as_json)
-    except KeyboardInterrupt as error:
-        number = next(iter(error.args), signal.SIGINT)
-        _say_stopped(number)
-        sys.exit(128 + number)
 
 
 def _meant_override(error: Any, words: list[str]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import site
 import subprocess
 import sys
@@ -178,6 +179,35 @@ def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path:
     assert result.stdout.splitlines()[-1] == f"importing {module}"
     assert (result.returncode, result.stderr) == (130, "stopped by SIGINT\n")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["watch_signals", "_with_home", "announce_torch", "trusting", "lines_while"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_signal_before_the_command_is_no_traceback(tmp_path: Path, place: str, name: str) -> None:
+    code = (
+        "import signal, segapp.__main__ as program\n"
+        f"signal.signal(signal.{name}, signal.SIG_DFL)  # a background process may inherit SIG_IGN\n"
+        "def stop(*arguments):\n"
+        f"    print('in', {place!r}, flush=True)\n"
+        f"    signal.raise_signal(signal.{name})\n"
+        f"program.{place} = stop\n"
+        "program.main(['--version'])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout == f"in {place}\n"
+    assert (result.returncode, result.stderr) == (128 + signal.Signals[name], f"stopped by {name}\n")
+
+
+def test_signal_while_python_exits_is_no_traceback(tmp_path: Path) -> None:
+    code = (
+        "import atexit, signal, segapp.__main__ as program\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "atexit.register(lambda: (print('exits', flush=True), signal.raise_signal(signal.SIGTERM)))\n"
+        "program.main(['--version'])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "exits"
+    assert (result.returncode, result.stderr) == (-signal.SIGTERM, "")
 
 
 @pytest.mark.parametrize(
