@@ -225,7 +225,7 @@ def test_examples_are_short_and_pass_a_strict_type_checker(tmp_path: Path) -> No
             (tmp_path / f"block_{i}.py").write_text(block.text)
     files = [*SCRIPTS, *sorted(tmp_path.iterdir())]
     assert len(files) > 8
-    # With the settings and the cache of the package, which the gate has just checked: torch alone takes half a minute.
+    # With the settings and the cache of the package, which the gate has checked: torch alone takes half a minute.
     settings = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}"]
     shown, errors, status = mypy.api.run([*settings, *map(str, files)])
     assert (status, errors) == (0, ""), shown
