@@ -103,7 +103,7 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "mode": plan.mode,
         "batch_size": plan.batch_size,
         "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
-        "overhead": {"context_mib": plan.overhead.context_mib, "room": plan.overhead.tensor_frac},
+        "overhead": {"context_mib": plan.overhead.context_mib, "tensor_frac": plan.overhead.tensor_frac},
         "rows": [asdict(row) for row in plan.rows],
         "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
         "current": None if plan.current is None else asdict(plan.current),

@@ -92,7 +92,7 @@ def run_sweep(words: Sequence[str], configs: Sequence[str], jobs: int) -> int:
 def print_runs(words: Sequence[str], configs: Sequence[str], only: int | None, *, as_json: bool) -> None:
     """Print the runs of a sweep, or the folder of one of them; nothing is written.
 
-    In JSON, `words` are the arguments of the `segapp` command that trains only this run, on one machine or several.
+    In JSON, `arguments` are the arguments of the `segapp` command that trains only this run, on one machine or several.
     """
     path, runs = plan_sweep(words, configs)
     if only is not None and not as_json:
@@ -105,7 +105,7 @@ def print_runs(words: Sequence[str], configs: Sequence[str], only: int | None, *
             "folder": str(run.folder.path),
             "state": run.state,
             "settings": run.settings,
-            "words": ["train", *run.words, "--run", str(run.folder.path), "--resume", "auto"],
+            "arguments": ["train", *run.words, "--run", str(run.folder.path), "--resume", "auto"],
         }
         for index, run in enumerate(runs)
         if only in (None, index)

@@ -254,10 +254,8 @@ class SplitChecker:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for the events of a run."""
-        facts = dict(vars(self))
         return {
-            "room": facts.pop("tensor_frac"),
-            **facts,
+            **vars(self),
             "current": None if self.current is None else list(self.current),
             "usable_mib": list(self.usable_mib),
             "peaks": self.peaks.to_json(),
@@ -276,7 +274,6 @@ class SplitChecker:
             known["current"] = None if known["current"] is None else tuple(known["current"])
             known["usable_mib"] = tuple(known["usable_mib"])
             known["peaks"] = PeakModel.from_json(known["peaks"])
-            known["tensor_frac"] = values.get("room", FULL_FRAC)
             known["failed"] = frozenset(tuple(split) for split in known["failed"])
             return cls(**known)
         except (KeyError, TypeError, AttributeError) as error:

@@ -220,7 +220,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "top": top_confusions(evaluation.matrix, names, 12) if evaluation and evaluation.matrix is not None else [],
         "memory": _memory_rows(report),
         "topologies": [(each.step, wording.topology(each)) for each in report.view.topologies],
-        "recomputed": "" if report.view.recompute is None else wording.recomputed(report.view.recompute),
+        "recomputed": "" if report.view.recomputed is None else wording.recomputed(report.view.recomputed),
         "made_s": time.time(),
         "printable": printable,
     }

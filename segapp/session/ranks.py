@@ -49,7 +49,7 @@ from segapp.session.machine_facts import facts_of
 from segapp.session.request import TrainRequest, open_folder
 from segapp.training.live.changes import Replay
 from segapp.training.live.commands import PendingRequests
-from segapp.training.live.replay import fallbacks_after
+from segapp.training.live.replay import Adopted, fallbacks_after
 from segapp.training.signals import StopSignals
 from segapp.training.watchdog import exchange_timeout_s
 from segapp.waiting import FIRST_S, lines_while
@@ -184,5 +184,5 @@ def exchanged_classes() -> list[type]:
     errors: list[type] = [SegappError]
     for error in errors:  # the list grows while it is read
         errors += error.__subclasses__()
-    of_memory = (SavedMemoryPlan, DeviceInfo, Replay, Oom)
+    of_memory = (SavedMemoryPlan, DeviceInfo, Adopted, Replay, Oom)
     return [*errors, *of_memory, LoadedCheckpoint, LiveSettings, PendingRequests, CacheFiles, PosixPath]

@@ -61,7 +61,7 @@ from segapp.session.trainer import build_trainer
 from segapp.training.console import PlainReporter
 from segapp.training.context import DeviceLocations, RunContext
 from segapp.training.live.replay import report_reverted_split
-from segapp.training.live.start import shares_note, topology_event
+from segapp.training.live.start import other_devices, shares_note
 from segapp.training.pulse import Liveness
 from segapp.training.signals import StopRequest, StopSignals
 from segapp.training.trackers import make_trackers
@@ -442,9 +442,9 @@ def _prepare_events(
         for message in checkpoint.messages:
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
         split = trainer.controller.batch_split.current
-        topology = topology_event(checkpoint.state["topology"], context.locations, split, checkpoint.step)
-        if topology is not None:
-            event_log.emit(topology)
+        saved_devices = checkpoint.state["live"]["devices"]
+        if (change := other_devices(saved_devices, context.locations, split, checkpoint.step)) is not None:
+            event_log.emit(change)
         if (note := shares_note(config, context.locations, split)) is not None:
             event_log.emit(Alert(kind="settings", message=note, step=checkpoint.step))
         for message in changed_parts(checkpoint.state.get("parts"), config):

@@ -42,9 +42,10 @@ from segapp.session.start_checks import check_crop, run_length, start_alerts, st
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
+from segapp.training.live.changes import Replay
 from segapp.training.live.commands import CommandController
 from segapp.training.live.oom import OomPolicy
-from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits, without_failures
+from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits
 from segapp.training.live.start import Start, start_of
 from segapp.training.progress import Timetable
 from segapp.training.pulse import Liveness
@@ -295,13 +296,13 @@ def _start_of(
     step, folder, ranks = 0 if checkpoint is None else checkpoint.step, context.folder, context.ranks
     fallbacks = ranks.from_main(fallbacks_after(folder, step) if ranks.is_main else None)
     changes = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
-    failed = {tuple(split) for each in fallbacks for split in each.values.get("failed_splits", ())}
+    failed = {each.failed_split for each in fallbacks if each.failed_split is not None}
     start = start_of(
         config,
         None if saved_plan is None else saved_plan.gpu0_bsz,
         context.locations,
         None if checkpoint is None else checkpoint.state,
-        [*changes, *(without_failures(each) for each in fallbacks)],
+        [*changes, *(Replay(each.step, each.fallbacks) for each in fallbacks)],
         ranks.from_main(reverted_splits(folder.events) if ranks.is_main else None),
     )
     return start, failed

@@ -57,8 +57,8 @@ class PlainReporter:
             case Weights():
                 for line in event.message.splitlines():
                     self._line(printable(line))
-            case EpochStart(num_thawed=int(num_thawed)):
-                self._line(f"epoch {event.epoch}: {num_thawed / 1e6:.2f} M frozen parameters are trained now")
+            case EpochStart(num_unfrozen=int(num_unfrozen)):
+                self._line(f"epoch {event.epoch}: {num_unfrozen / 1e6:.2f} M frozen parameters are trained now")
             case Step():
                 self._show_step(event)
             case Val():

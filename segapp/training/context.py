@@ -26,7 +26,7 @@ class DeviceLocations:
 
     def to_state(self, split: Sequence[int] | None) -> dict[str, Any]:
         divided = None if split is None else list(split)
-        return {"places": list(self.names), "num_machines": self.num_machines, "split": divided}
+        return {"names": list(self.names), "num_machines": self.num_machines, "split": divided}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from segapp.datasets.resources import cores_of_rank
 from segapp.errors import some_names
 from segapp.inference.evaluate import Evaluation
 from segapp.models.keys import random_modules
-from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Recompute, Step, Val
+from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Settings, Step, Val
 from segapp.run.words import size
 from segapp.training.context import TrainerSettings, TrainingFacts
 from segapp.training.learning import LearningWatch
+from segapp.training.live.changes import fallbacks_of
 from segapp.training.live.commands import CommandController
 from segapp.training.progress import Timetable, TrainingProgress
 from segapp.training.pulse import Liveness
@@ -189,6 +190,7 @@ class TrainingReporter:
         self._remaining = RemainingTime(self.settings.timetable)
         self._choice: RecomputeChoice | None = None
         self._blocks: list[list[str]] = []
+        self._fallbacks = fallbacks_of(self.controller.settings)
         self._data_watch = DataWatch(self.train_loader, self.val_set)
         self._num_evaluations = 0
         self._loss_sum, self._num_losses = 0.0, 0
@@ -206,7 +208,7 @@ class TrainingReporter:
             "gpu0_bsz": live.gpu0_bsz,
             "is_auto": live.gpu0_bsz_auto,
             "split": self._split(),
-            "judge": self.controller.split_checker().to_json(),
+            "checker": self.controller.split_checker().to_json(),
         }
         self.event_log.emit(facts.start.model_copy(update=present))
         reports = self.engine.model.load_reports
@@ -217,45 +219,42 @@ class TrainingReporter:
             self.alert("weights", f"model.partial_weights: no weights file gives {names}, which stay random")
         for alert in facts.alerts:
             self.event_log.emit(alert)
-        self.recompute()
+        self.live_settings()
         self.alert("data", *self._data_watch.at_start())
 
     def epoch_start(self, lr: float) -> None:
         """Emit `epoch_start` with the learning rate of the first step and the unfrozen parameters."""
         at, last_frozen = self.progress.position, self.settings.freeze_epochs
-        num_thawed = self.engine.num_frozen if last_frozen is not None and at.epoch == last_frozen + 1 else None
+        num_unfrozen = self.engine.num_frozen if last_frozen is not None and at.epoch == last_frozen + 1 else None
         self.event_log.emit(
             EpochStart(
                 epoch=at.epoch,
                 step=at.step,
                 lr=lr,
                 split=self._split(),
-                num_thawed=num_thawed,
-                judge=self.controller.split_checker().to_json(),
+                num_unfrozen=num_unfrozen,
+                checker=self.controller.split_checker().to_json(),
             )
         )
 
-    def recompute(self) -> None:
-        """Emit `recompute` if the recomputed blocks differ from the previous step's; every rank must call it."""
+    def live_settings(self) -> None:
+        """Emit `settings` if other blocks are recomputed than before, or fallbacks are new; every rank must call it."""
         controller, live = self.controller, self.controller.settings
-        choice = live.recompute
-        if choice == self._choice:
+        fallbacks, blocks = fallbacks_of(live), self._blocks
+        if live.recompute != self._choice:
+            blocks = [list(names) for theirs in self.engine.ranks.gather(controller.recomputed) for names in theirs]
+        is_adopted = not fallbacks.items() <= self._fallbacks.items()
+        is_other = blocks != self._blocks and (any(blocks) or any(self._blocks))
+        self._choice, self._fallbacks, self._blocks = live.recompute, fallbacks, blocks
+        if not is_adopted and not is_other:
             return
-        self._choice = choice
-        blocks = [list(names) for theirs in self.engine.ranks.gather(controller.recomputed) for names in theirs]
-        if blocks == self._blocks or not (any(blocks) or any(self._blocks)):
-            return
-        self._blocks = blocks
-        reason = "train.recompute" if choice == "config" else "out of memory" if live.is_recomputed else "by hand"
-        self.event_log.emit(
-            Recompute(
-                step=self.progress.position.step,
-                choice=choice,
-                blocks=blocks,
-                num_blocks=len(controller.blocks.names),
-                reason=reason,
-            )
-        )
+        is_forced = is_adopted or live.is_recomputed
+        reason = "out of memory" if is_forced else "train.recompute" if live.recompute == "config" else "by hand"
+        event = Settings(step=self.progress.position.step, reason=reason, fallbacks=fallbacks if is_adopted else None)
+        if is_other:
+            of_blocks = {"recompute": live.recompute, "blocks": blocks, "num_blocks": len(controller.blocks.names)}
+            event = event.model_copy(update=of_blocks)
+        self.event_log.emit(event)
 
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; only here the training waits for the device, to read the tensors."""

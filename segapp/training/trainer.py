@@ -299,7 +299,7 @@ class Trainer:
             # Not before: a checkpoint saved there has the same bytes as one saved at the end of the last step.
             self.engine.set_lr(self._lr(self.position.step + 1))
             num_pieces = oom.begin(self.position).num_pieces
-            self.reporter.recompute()
+            self.reporter.live_settings()
             num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
             sizes = self._sizes(group, num_pieces, num_samples)
             self.device_memory.begin_step(sizes)
@@ -345,11 +345,13 @@ class Trainer:
         def progress(num_done: int) -> None:
             self.liveness.report_evaluated(num_done, len(self.validation.loader.dataset))
 
+        def run(live: LiveSettings) -> Evaluation:
+            self.reporter.live_settings()
+            return self.validation.run(live, check, progress)
+
         with self.liveness.during("eval"):
             before_s = spent_s("eval")
-            evaluation = self.oom_policy.make_evaluation(
-                lambda live: self.validation.run(live, check, progress), self.position
-            )
+            evaluation = self.oom_policy.make_evaluation(run, self.position)
             self.reporter.validation(evaluation, spent_s("eval") - before_s)
             self.validation.draw_samples(self.position.epoch, self.live)
         return evaluation
@@ -469,10 +471,7 @@ class Trainer:
             "position": vars(self.position).copy(),
             "best": vars(self.progress.best).copy(),
             "plateau": None if self.plateau is None else self.plateau.state_dict(),
-            "settings": self.live.model_dump(),
-            "trial": None if (trial := self.controller.record.trial) is None else trial.to_state(),
-            "memory": self.controller.batch_split.state_dict(),
-            "topology": self.locations.to_state(self.controller.batch_split.current),
+            "live": self.controller.state_dict(self.locations),
             "rng": self.ranks.gather(capture_rng()),
             "config": self.facts.config,
             "data": {"num_train": len(self.train_loader.dataset)},
@@ -494,7 +493,7 @@ class Trainer:
         if self.plateau is not None:
             best = {} if has_same_monitor else {"best": None, "num_bad": 0}
             self.plateau.load_state_dict(state["plateau"] | best)
-        self.controller.batch_split.load_state_dict(state.get("memory", {}))
+        self.controller.batch_split.load_state_dict(state["live"]["splits"])
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])
 

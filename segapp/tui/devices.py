@@ -66,8 +66,8 @@ def _notes(view: View, width: int) -> list[Content]:
     if view.topologies:
         last = topology(view.topologies[-1], with_reason=False)
         notes.append([printable(last), printable(view.topologies[-1].reason)])
-    if view.recompute is not None and any(view.recompute.blocks):
-        notes.append([recomputed(view.recompute)])
+    if view.recomputed is not None and any(view.recomputed.blocks or ()):
+        notes.append([recomputed(view.recomputed)])
     fitting = [fit_parts([LinePart(rank, text) for rank, text in enumerate(texts)], width) for texts in notes]
     return [Content.styled(line.plain, "$text-accent") for line in fitting]
 

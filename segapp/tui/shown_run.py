@@ -101,7 +101,7 @@ class ShownRun:
 
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the peaks that the run's plan predicted for the present split; empty without a plan."""
-        has_own_blocks = self.view.recompute is None or self.view.recompute.choice == "config"
+        has_own_blocks = self.view.recomputed is None or self.view.recomputed.recompute == "config"
         if self._plan is None:
             return ()
         return self._plan.predicted_mib(

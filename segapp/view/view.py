@@ -94,9 +94,9 @@ class View:
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
-    recompute: events.Recompute | None = None
+    recomputed: events.Settings | None = None
     """The recomputed blocks; None: none since the start."""
-    topologies: list[events.Topology] = field(default_factory=list)
+    topologies: list[events.Settings] = field(default_factory=list)
     """The resumes with other ranks or devices."""
     devices: list[events.DeviceMemory] = field(default_factory=list)
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
@@ -391,7 +391,7 @@ class EventFold:
         view, event = self.view, self._parsed(raw)
         if event is None:
             return
-        written = getattr(event, "judge", None)
+        written = getattr(event, "checker", None)
         if written is not None:
             try:
                 view.written_checker = SplitChecker.from_json(written)
@@ -426,7 +426,7 @@ class EventFold:
             view.rankings.append((step if view.rankings else -1, monitor))
         view.start = event
         view.classes = [printable(name) for name in event.classes]
-        view.end, view.phase, view.evaluating, view.recompute = None, "start", None, None
+        view.end, view.phase, view.evaluating, view.recomputed = None, "start", None, None
         view.at_step, view.moved_s = event.resumed_from_step, None
         self._set_paused(False, event.t)
         self._end_commands()
@@ -512,14 +512,15 @@ class EventFold:
         before = self.view.alerts.pop(alert.kind, None)
         self.view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
 
-    def _fold_recompute(self, event: events.Recompute) -> None:
-        self.view.recompute = event
+    def _fold_settings(self, event: events.Settings) -> None:
+        if event.topology is not None:
+            self.view.topologies.append(event)
+        if event.blocks is None:
+            return
+        self.view.recomputed = event
         if event.blocks != self._blocks:
             self._blocks = event.blocks
             self.view.peaks_mib, self._is_memory_stale = {}, True
-
-    def _fold_topology(self, event: events.Topology) -> None:
-        self.view.topologies.append(event)
 
     def _fold_oom(self, event: events.Oom) -> None:
         self.view.oom = event
@@ -554,8 +555,7 @@ class EventFold:
         events.Gpu0Bsz: _fold_gpu0_bsz,
         events.CommandAnswer: _fold_answer,
         events.Alert: _fold_alert,
-        events.Recompute: _fold_recompute,
-        events.Topology: _fold_topology,
+        events.Settings: _fold_settings,
         events.Oom: _fold_oom,
         events.RunEnd: _fold_end,
     }

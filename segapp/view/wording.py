@@ -32,8 +32,8 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
     elif isinstance(event, events.EpochStart):
         facts = f"lr {learning_rate(event.lr)}{f', split {dots(event.split)}' if event.split else ''}"
         kind, text = "epoch", f"{event.epoch} begins, {facts}"  # a line of this kind replaces the last one
-        if event.num_thawed:
-            number_text = f"{event.num_thawed / 1e6:.1f} M"
+        if event.num_unfrozen:
+            number_text = f"{event.num_unfrozen / 1e6:.1f} M"
             kind, text = "model", f"{number_text} frozen parameters are unfrozen in epoch {event.epoch}, {facts}"
     elif isinstance(event, events.Val):
         kind, text = "val", _val(event, classes, previous)
@@ -45,10 +45,12 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
         if event.status == "cancelled" and event.id is not None:
             return None  # the line of the command reports it
         kind, text = "gpu0", _gpu0_bsz(event)
-    elif isinstance(event, events.Recompute):
+    elif isinstance(event, events.Settings):
+        if event.topology is None and event.blocks is None:
+            return None  # the line of the out-of-memory error reports it
         kind, text = "mem", f"{recomputed(event)}: {printable(event.reason)}"
-    elif isinstance(event, events.Topology):
-        kind, text = "ranks", printable(topology(event))
+        if event.topology is not None:
+            kind, text = "ranks", printable(topology(event))
     elif isinstance(event, events.Oom):
         kind, text = "oom", printable(_oom(event))
     elif isinstance(event, events.Alert):
@@ -155,18 +157,21 @@ def _oom(event: events.Oom) -> str:
     return f"{event.device} out of memory in {event.phase} after step {event.step}{wanted}: {event.action}"
 
 
-def topology(event: events.Topology, *, with_reason: bool = True) -> str:
-    """Return the ranks of a resumed training: 2 ranks on 1 machine, 3 on 2 before: without node2 cpu."""
+def topology(event: events.Settings, *, with_reason: bool = True) -> str:
+    """Return the ranks of a resume on other devices: 2 ranks on 1 machine (before: 3 on 2): without node2 cpu."""
+    ranks = event.topology
+    if ranks is None:
+        return ""
     split = f", split {dots(event.split)}" if event.split else ""
-    again = f", restart {event.round}" if event.round else ""
-    now = f"{plural(event.ranks, 'rank')} on {plural(event.machines, 'machine')}"
+    again = f", restart {ranks.round}" if ranks.round else ""
+    now = f"{plural(ranks.ranks, 'rank')} on {plural(ranks.machines, 'machine')}"
     reason = f": {event.reason}" if with_reason else ""
-    return f"{now} (before: {event.old_ranks} on {event.old_machines}){split}{again}{reason}"
+    return f"{now} (before: {ranks.old_ranks} on {ranks.old_machines}){split}{again}{reason}"
 
 
-def recomputed(event: events.Recompute) -> str:
+def recomputed(event: events.Settings) -> str:
     """Return how many blocks each device recomputes: 8 of 12 blocks recomputed, or 4·8 of 12."""
-    counts = [len(names) for names in event.blocks]
+    counts = [len(names) for names in event.blocks or ()]
     shown = dots(counts) if len(set(counts)) > 1 else str(max(counts, default=0))
     return f"{shown} of {event.num_blocks} blocks recomputed"
 

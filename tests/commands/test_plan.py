@@ -138,7 +138,7 @@ def test_plan_of_a_small_network_is_made(folder):
     assert found["ring_mib"] == round((6 + 1 + 3) * 2 * (3 + 1) * 240 * 400 / 2**20, 1)
     assert images_mib < row["tensors_mib"][0] < row["peak_mib"][0] < 1024
     assert 2 < found["max_batch"] < 100_000
-    assert found["overhead"]["room"] == 0.95  # as a training sets the allocator
+    assert found["overhead"]["tensor_frac"] == 0.95  # as a training sets the allocator
 
 
 @pytest.mark.slow

@@ -284,11 +284,11 @@ def test_dry_run_lists_runs_and_writes_nothing(place: Path, capsys: pytest.Captu
         "folder": "runs/tiny-sweep/seed2",
         "state": "waiting",
         "settings": {"seed": 2, "train.epochs": 1},
-        "words": ["train", "--config", "tiny.yaml", "seed=2", "train.epochs=1", "--run", "runs/tiny-sweep/seed2",
+        "arguments": ["train", "--config", "tiny.yaml", "seed=2", "train.epochs=1", "--run", "runs/tiny-sweep/seed2",
                   "--resume", "auto"],
     }  # fmt: skip
     command: Any = typer.main.get_command(app)
-    train = command.commands["train"].make_context("train", found["runs"][2]["words"][1:]).params
+    train = command.commands["train"].make_context("train", found["runs"][2]["arguments"][1:]).params
     assert (train["run"], train["resume"]) == (Path("runs/tiny-sweep/seed2"), "auto")
     assert sweep(*GRID, "--dry-run", "--only", "1") == 0
     assert capsys.readouterr().out == "runs/tiny-sweep/seed1\n"

@@ -99,7 +99,7 @@ class TrainedRun:
             RunStart(
                 classes=["road"], num_params=1, batch_size=batch_size, epochs=99, steps_per_epoch=2, mode=mode,
                 devices=[Device(device=info.device, total_mib=total_mib) for info in self.devices],
-                judge=self.controller.split_checker().to_json(),
+                checker=self.controller.split_checker().to_json(),
             )
         )  # fmt: skip
 
@@ -114,7 +114,7 @@ class TrainedRun:
     def train_epoch(self, *, is_full: bool = True) -> None:
         """An epoch as the trainer makes it, with one step."""
         self.begin_epoch()
-        self.writer.write(EpochStart(epoch=self.epoch, lr=0.1, judge=self.controller.split_checker().to_json()))
+        self.writer.write(EpochStart(epoch=self.epoch, lr=0.1, checker=self.controller.split_checker().to_json()))
         split = self.split.current or (self.batch_size,)
         for counters, fixed, count in zip(self.counters, FIXED_MIB, split, strict=False):
             counters.peak_mib = fixed + SLOPE_MIB * count

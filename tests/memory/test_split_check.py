@@ -162,7 +162,7 @@ checkers = st.builds(
 def test_checker_read_from_json_is_the_same(checker):
     values = json.loads(json.dumps(checker.to_json()))
     assert SplitChecker.from_json(values) == checker
-    assert values["room"] == checker.tensor_frac
+    assert values["tensor_frac"] == checker.tensor_frac
 
 
 @pytest.mark.parametrize("values", [{}, {"batch_size": 8}, {**SplitChecker(8, 2).to_json(), "peaks": 3}])

@@ -51,14 +51,14 @@ def test_bad_start_reaches_best_split_within_three_epochs(tiny, tmp_path):
     send_command(folder, parse_command("set gpu0_bsz=auto"))
     assert train(on_budgets(tiny, 5, 30.0, gpu0_bsz=8), folder) == 0
     splits = [event["split"] for event in events(folder, "epoch_start")]
-    observed = {tuple(split): peaks for split, peaks in state_of(folder)["memory"]["observed"]}
+    observed = {tuple(split): peaks for split, peaks in state_of(folder)["live"]["splits"]["observed"]}
     assert splits[0] == [8, 0, 0]
     assert splits[3] == splits[4]
     # The splits around it, each trained with for one step; the far ones hold more images on some device.
     for gpu0_bsz in (1, 3):
         other = tmp_path / str(gpu0_bsz)
         assert train(on_budgets(tiny, 1, 30.0, gpu0_bsz=gpu0_bsz), other) == 0
-        ((split, peaks),) = state_of(other)["memory"]["observed"]
+        ((split, peaks),) = state_of(other)["live"]["splits"]["observed"]
         observed.setdefault(tuple(split), peaks)
     best = min(max(peaks) for peaks in observed.values())
     assert max(observed[tuple(splits[3])]) <= best + 0.02 * 30
@@ -82,14 +82,14 @@ def test_auto_split_starts_from_plan_and_can_be_switched(tiny, tmp_path):
     assert train(config, folder) == 75
     saved_plan = read_saved_plan(folder.joinpath("memory_plan.json"))
     assert events(folder, "run_start")[0]["split"] == list(saved_plan.best_split)
-    assert state_of(folder)["settings"]["gpu0_bsz_auto"] is True
+    assert state_of(folder)["live"]["settings"]["gpu0_bsz_auto"] is True
     kept = folder.joinpath("memory_plan.json").stat().st_mtime_ns
     send_command(folder, parse_command("set gpu0_bsz=5"))
     assert run_session(TrainRequest(config, RunFolder(folder))) == 0
     assert folder.joinpath("memory_plan.json").stat().st_mtime_ns == kept  # not simulated again
     assert "auto is switched off" in assert_answered_once(folder)["set gpu0_bsz=5"]["reason"]
     assert events(folder, "epoch_start")[-1]["split"] == [5, 2, 1]
-    assert state_of(folder)["settings"]["gpu0_bsz_auto"] is False
+    assert state_of(folder)["live"]["settings"]["gpu0_bsz_auto"] is False
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_auto_split_is_planned_anew_for_fewer_devices(tiny, tmp_path):
     assert plans[0] is not None
     assert plans[1] is not None
     assert plans[0].batch_size == plans[1].batch_size
-    (change,) = events(folder, "topology")
+    (change,) = events(folder, "settings")
     assert (change["ranks"], change["old_ranks"], change["split"]) == (2, 3, list(plans[1].best_split))
 
 

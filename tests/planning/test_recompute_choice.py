@@ -70,7 +70,7 @@ def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_blocks):
         config = two_devices(tiny, parallel={"gpu0_bsz": gpu0_bsz, **budgets}, train={"epochs": number})
         assert run_session(TrainRequest(config, RunFolder(folder.path))) == 0
     assert seen_blocks == [blocks] * 3
-    assert [event["choice"] for event in events(folder.path, "recompute")] == ["config"] * 3  # one for each start
+    assert [event["recompute"] for event in events(folder.path, "settings")] == ["config"] * 3  # one for each start
     assert read_saved_plan(folder.saved_plan) == planned
     assert train(two_devices(tiny, train={"recompute": "off"}), tmp_path / "whole") == 0
     losses = [[event["loss"] for event in events(each, "step")] for each in (folder.path, tmp_path / "whole")]
@@ -92,4 +92,4 @@ def test_each_rank_takes_its_own_blocks(tiny, tmp_path):
     (tmp_path / "ddp.yaml").write_text(dump_config(two_devices(tiny, parallel={"mode": "ddp"})))
     done = segapp("train", "--config", "ddp.yaml", "--run", str(folder.path), cwd=tmp_path, timeout_s=500)
     assert done.returncode == 0, done.stderr
-    assert [event["blocks"] for event in events(folder.path, "recompute")] == [[list(names) for names in blocks]]
+    assert [event["blocks"] for event in events(folder.path, "settings")] == [[list(names) for names in blocks]]

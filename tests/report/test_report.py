@@ -25,7 +25,7 @@ from segapp.report.compare import compare_runs, print_comparison
 from segapp.report.images import count_split, evaluate_split, iou_of, mean_of_known
 from segapp.report.page import _memory_rows, class_rows, loss_chart, miou_curves, read_run_report, write_report
 from segapp.run import words
-from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val
+from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Settings, Step, Topology, Val
 from segapp.run.folder import RunFolder
 from segapp.view.history import LossHistory
 from tests.support.fault_runs import tiny_config
@@ -408,9 +408,10 @@ def test_memory_table_has_each_split_and_device(tmp_path: Path) -> None:
 def test_report_lists_changes_of_recomputed_blocks_and_ranks(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", num_devices=2, batch_size=8, gpu0_bsz=3)
     run.train(10)
-    run.write(Recompute(step=10, choice="all", blocks=[["layer1.0"], []], num_blocks=2, reason="out of memory"))
+    run.write(Settings(step=10, recompute="all", blocks=[["layer1.0"], []], num_blocks=2, reason="out of memory"))
     run.train(7)
-    run.write(Topology(step=17, ranks=1, machines=1, old_ranks=2, old_machines=2, reason="without node2 cuda:0"))
+    topology = Topology(ranks=1, machines=1, old_ranks=2, old_machines=2)
+    run.write(Settings(step=17, topology=topology, reason="without node2 cuda:0"))
     run.train(3)
     words = read(write_report(str(run.folder.path), has_pictures=False)).text
     assert "Since step 11: 1·0 of 2 blocks recomputed in the backward pass (out of memory)" in words

@@ -234,7 +234,7 @@ def test_ranks_start_again_while_they_report_a_way(
             reports = RunFolder(tmp_path / "run").reports
             reports.mkdir(exist_ok=True)
             (reports / f"rank_1_step_{step}.json").write_text(
-                json.dumps({"step": step, "fallbacks": {"num_pieces": 2}})
+                json.dumps({"step": step, "reason": "full", "fallbacks": {"num_pieces": 2}})
             )
         return 0 if step is None and steps else OutOfMemoryError.exit_code
 

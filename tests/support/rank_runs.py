@@ -109,8 +109,8 @@ def check_restart_after_out_of_memory(tiny: dict[str, Any], folder: Path, device
     assert [event.get("resumed_from_step") for event in events(run, "run_start")] == [None, 2]
     assert events(run, "run_end")[-1]["status"] == "finished"
     assert (run / "reports" / "rank_1_step_4.json").exists()
-    settings = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["settings"]
+    settings = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["live"]["settings"]
     assert (settings["recompute"], settings["is_recomputed"], settings["num_pieces"]) == ("all", True, 1)
-    (change,) = events(run, "recompute")
+    (change,) = events(run, "settings")
     assert change["reason"] == "out of memory"
     assert [len(names) for names in change["blocks"]] == [change["num_blocks"]] * 2

@@ -109,7 +109,7 @@ class RecordedRun:
                 split=list(self.split),
                 resumed_from_step=resumed_from_step,
                 palette=PALETTE if self.classes == list(CAMVID) else None,
-                judge=SplitChecker(
+                checker=SplitChecker(
                     self.batch_size, self.num_devices, current=self.split, usable_mib=[22_528.0] * self.num_devices
                 ).to_json(),
             )

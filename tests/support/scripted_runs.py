@@ -275,10 +275,9 @@ SHORT = {
     "val": ("step", "loss", "miou"),
     "command": ("id", "command", "status", "reason", "changes", "step"),
     "gpu0_bsz": ("status", "old", "new", "split", "epoch", "step", "id", "is_auto", "reason"),
-    "recompute": ("step", "choice", "reason"),
-    "topology": ("step", "ranks", "old_ranks", "reason", "split"),
+    "settings": ("step", "reason", "fallbacks", "failed_split", "recompute", "topology", "split"),
     "alert": ("kind", "message", "step"),
-    "oom": ("device", "index", "phase", "step", "action", "split", "advice", "fallbacks"),
+    "oom": ("device", "index", "phase", "step", "action", "split", "advice"),
     "run_end": ("status", "reason", "exit_code", "step"),
 }
 """Type of an event -> its fields in a stored record; other events are not stored."""

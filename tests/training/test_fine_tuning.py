@@ -48,8 +48,8 @@ def test_backbone_is_fixed_until_it_thaws(frozen: tuple[RunConfig, Path]) -> Non
     assert counts == [sum(not name.startswith("encoder.") for name in parameters), len(parameters)]
     assert {float(each["step"]) for each in third["optimizer"]["state"].values()} == {2.0, 6.0}
     starts, (run_start,) = events(folder, "epoch_start"), events(folder, "run_start")
-    assert ["num_thawed" in event for event in starts] == [False, False, True, False]
-    assert run_start["num_trainable"] + starts[2]["num_thawed"] == run_start["num_params"]
+    assert ["num_unfrozen" in event for event in starts] == [False, False, True, False]
+    assert run_start["num_trainable"] + starts[2]["num_unfrozen"] == run_start["num_params"]
     assert run_start["freeze_epochs"] == 2
 
 
@@ -63,8 +63,9 @@ def test_run_with_a_thaw_resumes_bitwise(frozen: tuple[RunConfig, Path], tmp_pat
     stopped_and_resumed(config, tmp_path / "run", failpoint)
     assert course(tmp_path / "run") == course(whole)
     assert differing(final_state(tmp_path / "run"), final_state(whole)) == []
-    thawed = [[event.get("num_thawed") for event in events(each, "epoch_start")] for each in (tmp_path / "run", whole)]
-    assert thawed[0] == thawed[1]
+    starts = [events(each, "epoch_start") for each in (tmp_path / "run", whole)]
+    interrupted, expected = ([event.get("num_unfrozen") for event in each] for each in starts)
+    assert interrupted == expected
 
 
 @pytest.mark.slow
@@ -87,11 +88,13 @@ def test_auto_split_stays_the_planned_one_while_frozen(base: dict[str, Any], tmp
         assert train(config, tmp_path / "run") == 0
     assert [tuple(event["split"]) for event in events(tmp_path / "run", "epoch_start")] == [(0, 4)] * 3
     assert not events(tmp_path / "run", "gpu0_bsz")
-    measured = {tuple(split): peaks for split, peaks in saved(tmp_path / "run", "epoch_0002.pt")["memory"]["observed"]}
-    ((split, peaks),) = final_state(tmp_path / "run")["memory"]["observed"]  # none of the frozen epochs
-    num_thawed = events(tmp_path / "run", "epoch_start")[2]["num_thawed"]
+    measured = {
+        tuple(split): peaks for split, peaks in saved(tmp_path / "run", "epoch_0002.pt")["live"]["splits"]["observed"]
+    }
+    ((split, peaks),) = final_state(tmp_path / "run")["live"]["splits"]["observed"]  # none of the frozen epochs
+    num_unfrozen = events(tmp_path / "run", "epoch_start")[2]["num_unfrozen"]
     assert tuple(split) == (0, 4)
-    gradient_and_adamw_mib = 3 * 4 * num_thawed / 2**20
+    gradient_and_adamw_mib = 3 * 4 * num_unfrozen / 2**20
     assert peaks[0] - measured[0, 4][0] == pytest.approx(gradient_and_adamw_mib, rel=0.05)
 
 

@@ -149,4 +149,4 @@ def test_oom_of_a_rank_in_an_evaluation_is_handled_by_all(base: dict[str, Any], 
     (oom,) = events(tmp_path / "run", "oom")
     assert "sliding windows" in oom["action"]
     assert oom["index"] == 1
-    assert final_state(tmp_path / "run")["settings"]["window_px"] == (40, 56)
+    assert final_state(tmp_path / "run")["live"]["settings"]["window_px"] == (40, 56)

@@ -59,7 +59,10 @@ def test_run_whose_ranks_come_and_go_equals_one_device(tiny: dict[str, Any], tmp
     assert vals[0] == [pytest.approx(val, rel=1e-6) for val in vals[1]]
     for rank, log in enumerate([tmp_path / "run/trainer.log", tmp_path / "run/logs/rank-0001.log"]):
         assert f" rank {rank}, round 0, process " in log.read_text().splitlines()[0]
-    found = [(e["ranks"], e["old_ranks"], e["split"], e["step"]) for e in events(tmp_path / "run", "topology")]
+    found = [
+        (e["topology"]["ranks"], e["topology"]["old_ranks"], e.get("split"), e["step"])
+        for e in events(tmp_path / "run", "settings")
+    ]
     assert found == [(2, 3, [4, 1], 2), (1, 2, None, 4)]
     alerts = [e["message"] for e in events(tmp_path / "run", "alert") if e["kind"] == "settings"]
     assert [text.partition(": ")[2] for text in alerts] == [
@@ -84,7 +87,7 @@ def test_ranks_recompute_by_command_and_take_the_same_course(tiny: dict[str, Any
     trained_by_ranks("--plain", "--config", "ddp.yaml", "--resume", "run", "train.epochs=2", cwd=tmp_path)
     trained_by_ranks("--plain", "--config", "ddp.yaml", "--run", "whole", cwd=tmp_path)
     trained_by_ranks("--plain", "--config", "ddp.yaml", "--resume", "whole", "train.epochs=2", cwd=tmp_path)
-    changes = [(e["step"], e["choice"], [len(each) for each in e["blocks"]]) for e in events(run, "recompute")]
+    changes = [(e["step"], e["recompute"], [len(each) for each in e["blocks"]]) for e in events(run, "settings")]
     assert changes == [(0, "all", [5, 5]), (2, "all", [5, 5]), (2, "config", [0, 0])]
     courses = [
         [(e["step"], e["loss"], e["grad_norm"]) for e in events(folder, "step")] for folder in (run, tmp_path / "whole")

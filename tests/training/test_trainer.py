@@ -62,7 +62,7 @@ def test_rank_takes_its_own_random_state_up_again(
         "position": dataclasses.asdict(Position()),
         "best": dataclasses.asdict(Best()),
         "config": config,
-        "settings": LiveSettings().model_dump(),
+        "live": {"settings": LiveSettings().model_dump(), "splits": {}},
         "rng": ["first", "second"],
     }
     Trainer.load_state_dict(trainer, state)

@@ -84,7 +84,7 @@ def test_beginnings_of_epochs_are_one_line_that_counts(tmp_path: Path) -> None:
         assert epochs(app) == ["5"]
         assert app.columns.events.selected == selected
         assert [line.kind for line in app.shown.view.log] == ["start", "val", "best", "epoch"]
-        run.write(EpochStart(epoch=6, lr=0.01, step=run.step, num_thawed=2_000_000))
+        run.write(EpochStart(epoch=6, lr=0.01, step=run.step, num_unfrozen=2_000_000))
         run.write(EpochStart(epoch=7, lr=0.01, step=run.step))
         await settle(app, pilot)
         assert epochs(app) == ["7"]

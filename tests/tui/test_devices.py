@@ -7,7 +7,7 @@ from textual.geometry import Size
 
 from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import SplitChecker
-from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
+from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, RunStart, Settings, Step, Topology
 from segapp.tui.devices import gpu0_content, gpu_content, gpu_legend, headroom_level
 from segapp.tui.dialogs import Gpu0Screen
 from segapp.tui.widgets import ascii_text
@@ -101,8 +101,10 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
 
 
 def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
-    first = Topology(step=2, ranks=3, machines=2, old_ranks=4, old_machines=2, reason="without node2 cuda:1")
-    change = Topology(step=4, ranks=2, machines=1, old_ranks=3, old_machines=2, reason="without node2 cuda:0")
+    fewer = Topology(ranks=3, machines=2, old_ranks=4, old_machines=2)
+    first = Settings(step=2, topology=fewer, reason="without node2 cuda:1")
+    fewest = Topology(ranks=2, machines=1, old_ranks=3, old_machines=2)
+    change = Settings(step=4, topology=fewest, reason="without node2 cuda:0")
     EventFold(view).add([{**each.model_dump(), "t": 60.0 + each.step} for each in (first, change)])
     lines = ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()
     assert lines[0] == "2 ranks on 1 machine (before: 3 on 2)  without node2 cuda:0"
@@ -111,7 +113,7 @@ def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
 
 
 def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
-    change = Recompute(step=9, choice="all", blocks=[["a", "b"], ["a", "b"]], num_blocks=2, reason="out of memory")
+    change = Settings(step=9, recompute="all", blocks=[["a", "b"], ["a", "b"]], num_blocks=2, reason="out of memory")
     EventFold(view).add([{**change.model_dump(), "t": 60.0}])
     assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).splitlines()[0] == "2 of 2 blocks recomputed"
     assert len(ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()) == 3

@@ -174,7 +174,7 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
     facts = SplitChecker(32, 4, current=(4, 10, 9, 9)).with_failure((6, 9, 9, 8)).to_json()
     reason = "out of memory on cuda:0"
-    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason=reason, judge=facts))
+    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason=reason, checker=facts))
     view = folded(run)
     assert (view.gpu0.value, view.gpu0.previous) == (4, [])
     assert "out of memory" in view.alerts["reverted"].last.message

@@ -100,7 +100,7 @@ class RunStart(_Event):
     """True if class 0 is the background, which the means over the foreground leave out; None: its name tells."""
     palette: list[tuple[int, int, int]] | None = None
     """RGB color of each class in the sample images."""
-    judge: dict[str, Any] | None = None
+    checker: dict[str, Any] | None = None
     """All facts that determine if a batch split fits, as JSON: the rules of this training, the memory of each device,
     the measured peaks, the splits that failed (`segapp.memory.split_check.SplitChecker`)."""
 
@@ -137,9 +137,9 @@ class EpochStart(_Event):
     lr: float | None
     split: Annotated[list[int] | None, AsNull] = None
     step: int | None = None
-    num_thawed: int | None = None
+    num_unfrozen: int | None = None
     """Number of parameters that were frozen and are trained from this epoch on; None: unchanged."""
-    judge: dict[str, Any] | None = None
+    checker: dict[str, Any] | None = None
     """Replaces the value in `run_start`."""
 
 
@@ -289,42 +289,46 @@ class Gpu0Bsz(_Event):
     """True if `auto` chooses the next splits."""
     step: int | None = None
     """Number of updates made with the previous split."""
-    judge: dict[str, Any] | None = None
+    checker: dict[str, Any] | None = None
     """Replaces the value of the last event that has one."""
 
 
-class Recompute(_Event):
-    """The set of blocks that are recomputed in the backward pass changes; it is empty when a run starts or resumes."""
+class Topology(_Model):
+    """Ranks of a training, or devices of one process, that share each batch, and their machines."""
 
-    type: Literal["recompute"] = "recompute"
-    step: int
-    """Number of updates made before the change."""
-    choice: Literal["config", "off", "all"]
-    """config: the blocks of the config or of the memory plan; off: none; all: every block."""
-    blocks: list[list[Text]]
-    """Names of the blocks per device."""
-    num_blocks: int
-    """Number of blocks of the model."""
-    reason: Message
-    """Cause: train.recompute, out of memory, or by hand."""
-
-
-class Topology(_Event):
-    """Training resumes on ranks or devices that differ from the ones that saved the checkpoint."""
-
-    type: Literal["topology"] = "topology"
-    step: int
     ranks: int
-    """Number of ranks, or of devices of one process, that share each batch."""
     machines: int
     old_ranks: int
     old_machines: int
     round: int = 0
     """Number of times that the launcher has restarted the ranks."""
+
+
+class Settings(_Event):
+    """A change of settings with another cause than a command: an out-of-memory error, other blocks, other devices.
+
+    A start writes it only if blocks are recomputed, and a resume also if the devices are others than before.
+    """
+
+    type: Literal["settings"] = "settings"
+    step: int
+    """Number of updates made before the change."""
     reason: Message
-    """Host and device of each removed and each added rank."""
-    split: Annotated[list[int] | None, AsNull] = None
-    """Samples of a full batch per device."""
+    """Cause: train.recompute, by hand, out of memory, or the host and device of each removed and each added rank."""
+    fallbacks: dict[str, Any] | None = None
+    """After an out-of-memory error: all fallbacks in force from now on, by the name of the setting."""
+    failed_split: list[int] | None = None
+    """A split that ran out of memory on a rank, and that the resumed run does not use."""
+    recompute: Literal["config", "off", "all"] | None = None
+    """config: the blocks of the config or of the memory plan; off: none; all: every block."""
+    blocks: list[list[Text]] | None = None
+    """Names of the recomputed blocks per device, if they have changed."""
+    num_blocks: int | None = None
+    """Number of blocks of the model."""
+    topology: Topology | None = None
+    """The ranks and machines of a resume, if they differ from the ranks that saved the checkpoint."""
+    split: list[int] | None = None
+    """Samples of a full batch per device, on those devices."""
 
 
 class Alert(_Event):
@@ -367,11 +371,9 @@ class Oom(_Event):
     predicted_mib: list[float | None] | None = None
     advice: list[Text] = []
     """Suggested changes, best first."""
-    fallbacks: dict[str, Any] | None = None
-    """Fallbacks in force from now on, by the name of the setting."""
     path: Text | None = None
     """The file of the report, relative to the run folder."""
-    judge: dict[str, Any] | None = None
+    checker: dict[str, Any] | None = None
     """Replaces the value of the last event that has one."""
 
 
@@ -416,8 +418,7 @@ Event = (
     | Checkpoint
     | CommandAnswer
     | Gpu0Bsz
-    | Recompute
-    | Topology
+    | Settings
     | Alert
     | Oom
     | Heartbeat

@@ -333,8 +333,6 @@ def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) 
     kind, step, epoch = raw["type"], raw.get("step"), raw.get("epoch")
     if kind == "step":
         return isinstance(step, int) and step > point.step
-    if kind == "recompute":
-        return isinstance(step, int) and step >= point.step
     if kind == "checkpoint":
         return isinstance(step, int) and (step > point.step or (step == point.step and is_after_own))
     if kind == "epoch_start":

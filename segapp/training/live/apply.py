@@ -141,9 +141,9 @@ class BatchSplit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, without measurements on another number of devices."""
         num_devices = len(self.current or ())
-        measured = {tuple(s): tuple(p) for s, p in state.get("observed", ()) if len(s) == num_devices}
-        failed = {tuple(split) for split in state.get("failed", ()) if len(split) == num_devices}
-        ceilings = [each for each in (self.checker.ceiling, state.get("ceiling")) if each is not None]
+        measured = {tuple(s): tuple(p) for s, p in state["observed"] if len(s) == num_devices}
+        failed = {tuple(split) for split in state["failed"] if len(split) == num_devices}
+        ceilings = [each for each in (self.checker.ceiling, state["ceiling"]) if each is not None]
         self.checker = replace(
             self.checker,
             peaks=replace(self.checker.peaks, measured=measured),

@@ -6,7 +6,7 @@ training loop calls `handle_commands`, carries requests out at points where its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceMemoryTracker
@@ -14,6 +14,7 @@ from segapp.memory.split_check import SplitChecker
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.run.events import Alert, EventLog, Gpu0Bsz
 from segapp.run.words import dots
+from segapp.training.context import DeviceLocations
 from segapp.training.inbox import FinalStatus, Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
 from segapp.training.live.changes import AUTO_ON, Change, ChangeRecord, Effects, with_changes
@@ -175,7 +176,7 @@ class CommandController:
         self.requests.settings = record.requested if record.waiting else None
         for effect in effects:
             if isinstance(effect, Gpu0Bsz):
-                self._event_log.emit(effect.model_copy(update={"judge": self.split_checker().to_json()}))
+                self._event_log.emit(effect.model_copy(update={"checker": self.split_checker().to_json()}))
             elif effect.change.received is not None:
                 values = effect.change.values if effect.status == "applied" else None
                 at = step if effect.step is None else effect.step
@@ -206,6 +207,16 @@ class CommandController:
             record, effects = self.record.cancel(None, reason)
             self._become(record, [*untested, *effects], step=position.step)
         self.inbox.remove_answered(1.0)
+
+    def state_dict(self, locations: DeviceLocations) -> dict[str, Any]:
+        """Return plain values for a checkpoint, from which `live.start.start_of` continues."""
+        trial = self.record.trial
+        return {
+            "settings": self.settings.model_dump(),
+            "trial": None if trial is None else trial.to_state(),
+            "splits": self.batch_split.state_dict(),
+            "devices": locations.to_state(self.batch_split.current),
+        }
 
     def add_automatic_changes(self, step: int, *, is_frozen: bool = False) -> None:
         """Add changes of a replay or of `auto` to the requested settings, before an epoch begins after `step` updates.

@@ -18,7 +18,7 @@ from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference, smaller_window
 from segapp.memory.oom import examine, headline, is_out_of_memory, release, report_lines
 from segapp.parallel.distributed import PeerOutOfMemoryError
-from segapp.run.events import Alert, Oom
+from segapp.run.events import Alert, Oom, Settings
 from segapp.run.files import write_atomic
 from segapp.run.words import first_line
 from segapp.training.context import RunContext
@@ -164,8 +164,7 @@ class OomPolicy:
             self._cut_at_step = position.step
         self._adopt(with_changes(self._controller.settings, fallback.values), position)
         action, checker = f"this step and all later steps run {fallback.words}", self._controller.split_checker()
-        fallbacks = fallbacks_of(self._controller.settings)
-        self._report(report, action=action, judge=checker.to_json(), fallbacks=fallbacks)
+        self._report(report, action=action, checker=checker.to_json())
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
         """Report the error of one of several ranks, with the fallback for the resume; return the error to raise."""
@@ -174,14 +173,37 @@ class OomPolicy:
         failed = self._controller.batch_split.current
         reverted = self._controller.revert_split(report.problem or "", position.step)
         action, advice = "all ranks stop: the others wait in a collective of this step", self._advice(report)
-        fallback, adopted = self._next_step_fallback(position), None
+        fallback = self._next_step_fallback(position)
         if reverted is not None and failed is not None:
             action, fallback = f"{action}; {reverted}", Fallback(True, {}, "with the split before")
         if fallback is not None:
             advice.insert(0, f"segapp train --resume continues from the last checkpoint {fallback.words}")
-            adopted = fallbacks_of(with_changes(self._controller.settings, fallback.values))
-            adopted |= {"failed_splits": [failed]} if reverted is not None else {}
-        return final_error(self._report(report, action=action, advice=advice, fallbacks=adopted))
+        error = final_error(self._report(report, action=action, advice=advice))
+        if fallback is not None:
+            fallbacks = fallbacks_of(with_changes(self._controller.settings, fallback.values))
+            self._record(
+                Settings(
+                    step=position.step,
+                    reason=report.problem or "out of memory",
+                    fallbacks=fallbacks or None,
+                    failed_split=None if reverted is None or failed is None else list(failed),
+                )
+            )
+        return error
+
+    def _record(self, event: Settings) -> None:
+        """Emit the settings of a resume, or write them to a file on a rank that cannot emit events."""
+        if self._ranks.is_main:
+            self._event_log.emit(event)
+            return
+        path = self._folder / f"rank_{self._ranks.rank}_step_{event.step}.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            if path.exists():  # of an earlier start of the ranks: its fallbacks are kept
+                path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
+            write_atomic(path, event.model_dump_json(exclude={"v", "seq", "t", "type"}, exclude_none=True) + "\n")
+        except OSError:
+            logger.exception("settings after an out-of-memory error")
 
     def _next_step_fallback(self, position: Position) -> Fallback | None:
         """Return the next method to make steps with less memory, for one process and for a rank; None if there is none.
@@ -228,7 +250,7 @@ class OomPolicy:
             if fallback is None:
                 raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
             self._adopt(with_changes(settings, fallback.values), position)
-            self._report(report, action=fallback.words, fallbacks=fallbacks_of(self._controller.settings))
+            self._report(report, action=fallback.words)
 
     def _examined(self, error: BaseException, position: Position) -> Oom:
         """Return the known facts of an out-of-memory error, on every rank; free the memory of the failed attempt."""
@@ -253,7 +275,7 @@ class OomPolicy:
         return smaller
 
     def _report(self, report: Oom, **changes: Any) -> Oom:
-        """Complete a report and write it as an event, a file and an alert, or on another rank as files; return it."""
+        """Complete a report and write it as an event, a file and an alert, or on another rank as a file; return it."""
         report = report.model_copy(update=changes)
         if self._ranks.is_main:
             path = self._write(report)
@@ -265,14 +287,9 @@ class OomPolicy:
         return report
 
     def _write(self, report: Oom) -> str | None:
-        """Write a report as text; also as JSON, for a resume, on a rank that cannot emit it."""
+        """Write a report as text; return its path in the run folder, None if that failed."""
         try:
             self._folder.mkdir(exist_ok=True)
-            if not self._ranks.is_main:
-                path = self._folder / f"rank_{self._ranks.rank}_step_{report.step}.json"
-                if path.exists():  # of an earlier start of the ranks: its fallbacks are kept
-                    path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
-                write_atomic(path, report.model_dump_json(exclude={"v", "seq", "t", "type", "path"}) + "\n")
             path = self._folder / f"oom_{1 + len(list(self._folder.glob('oom_*.txt'))):04}.txt"
             write_atomic(path, "\n".join(report_lines(report)) + "\n")
         except OSError:

@@ -4,14 +4,14 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from segapp.config import LiveSettings
 from segapp.run.events import CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.words import dots
-from segapp.training.live.changes import FALLBACKS, Replay
+from segapp.training.live.changes import FALLBACKS, Replay, Split
 
 
 def applied_after(events: Path, step: int) -> list[Replay]:
@@ -35,21 +35,35 @@ def reverted_splits(events: Path) -> set[tuple[int, str | None]]:
     return {(int(raw.get("epoch") or 0), raw.get("id")) for raw in changes if raw.get("status") == "reverted"}
 
 
-def fallbacks_after(folder: RunFolder, step: int) -> list[Replay]:
-    """Return the fallbacks that any rank adopted at or after a step; `failed_splits` is among their values."""
-    reports = [*EventReader(folder.events).read_kinds("oom"), *(raw for raw, _ in _rank_reports(folder))]
-    adopted = [Replay(int(raw.get("step") or 0), raw["fallbacks"]) for raw in reports if raw.get("fallbacks")]
-    return sorted((each for each in adopted if each.step >= step), key=lambda each: each.step)
+class Adopted(NamedTuple):
+    """Settings that a rank adopted after an out-of-memory error."""
+
+    step: int
+    """Updates made before it."""
+    fallbacks: dict[str, Any]
+    """By the name of the setting, as `LiveSettings` has them."""
+    failed_split: Split | None = None
+    """A split to which the run does not return."""
 
 
-def without_failures(fallback: Replay) -> Replay:
-    """Return a fallback without its `failed_splits`, its values as `LiveSettings` has them."""
-    values = {name: value for name, value in fallback.values.items() if name in FALLBACKS}
-    return Replay(fallback.step, LiveSettings.model_validate(values).model_dump(include=set(values)))
+def fallbacks_after(folder: RunFolder, step: int) -> list[Adopted]:
+    """Return the settings that any rank adopted at or after a step, in the order of the steps, each only once."""
+    adopted: list[Adopted] = []
+    for raw in (*EventReader(folder.events).read_kinds("settings"), *(raw for raw, _ in _rank_reports(folder))):
+        at, names = int(raw.get("step") or 0), {*(raw.get("fallbacks") or ())} & {*FALLBACKS}
+        known = LiveSettings.model_validate({name: raw["fallbacks"][name] for name in names})
+        found = Adopted(at, known.model_dump(include=names), _failed_split(raw))
+        if at >= step and (names or found.failed_split) and found not in adopted:
+            adopted.append(found)
+    return sorted(adopted, key=lambda each: each.step)
+
+
+def _failed_split(raw: dict[str, Any]) -> Split | None:
+    return tuple(raw["failed_split"]) if raw.get("failed_split") else None
 
 
 def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the reports of ranks other than the main one, and the time of each, Unix seconds."""
+    """Yield the `settings` of ranks other than the main one, and the time of each, Unix seconds."""
     for path in sorted(folder.reports.glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
             yield json.loads(read_of_run(path)), path.stat().st_mtime
@@ -66,9 +80,9 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
     if change is None or change["status"] not in ("pending", "applied") or not change.get("split"):
         return
     problems = [
-        raw.get("problem") or raw.get("message") or "a rank ran out of memory"
+        raw.get("reason") or "a rank ran out of memory"
         for raw, written_s in _rank_reports(folder)
-        if written_s >= change["t"] and change["split"] in (raw.get("fallbacks") or {}).get("failed_splits", ())
+        if written_s >= change["t"] and change["split"] == raw.get("failed_split")
     ]
     if not problems:
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 from segapp.chunks import check_split, replan_shares
 from segapp.config import LiveSettings, RunConfig
-from segapp.run.events import Topology
+from segapp.run.events import Settings, Topology
 from segapp.training.context import DeviceLocations
 from segapp.training.live.changes import SPLIT_SETTINGS, ChangeRecord, Replay, Trial, with_changes
 
@@ -56,10 +56,11 @@ def start_of(
         settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=is_auto, shares=shares)
         return Start(ChangeRecord(settings, replays=tuple(replays)), settings)
 
-    settings, topology = LiveSettings(**state["settings"]), state["topology"]
-    is_replanned = len(topology["places"]) != num
+    live = state["live"]
+    settings, devices = LiveSettings(**live["settings"]), live["devices"]
+    is_replanned = len(devices["names"]) != num
     if len(shares) != num if shares is not None else is_replanned:
-        gpu0_bsz, shares = _replanned(settings, gpu0_bsz, topology, locations, config.train.batch_size)
+        gpu0_bsz, shares = _replanned(settings, gpu0_bsz, devices, locations, config.train.batch_size)
     split = {
         "gpu0_bsz": gpu0_bsz,
         "shares": shares,
@@ -73,7 +74,7 @@ def start_of(
     if is_replanned or any(saved["parallel"].get(key) != present["parallel"][key] for key in ("gpu0_bsz", "shares")):
         settings = configured
         replays = [each.without(SPLIT_SETTINGS) for each in replays]
-    trial = None if settings is configured or state["trial"] is None else Trial.from_state(state["trial"])
+    trial = None if settings is configured or live["trial"] is None else Trial.from_state(live["trial"])
     record = ChangeRecord(settings, trial=trial, replays=tuple(each for each in replays if each.values))
     if trial is not None and trial.change is not None and (trial.epoch, trial.change.id) in reverted:
         record, _, _ = record.revert((), "") or (record, [], "")
@@ -83,7 +84,7 @@ def start_of(
 def _replanned(
     settings: LiveSettings,
     gpu0_bsz: int | None,
-    topology: Mapping[str, Any],
+    devices: Mapping[str, Any],
     locations: DeviceLocations,
     batch_size: int,
 ) -> tuple[int | None, list[int] | None]:
@@ -92,33 +93,32 @@ def _replanned(
         return (gpu0_bsz if len(locations.names) > 1 else None), None
     if (settings.gpu0_bsz, settings.shares) == (None, None) or len(locations.names) < 2:
         return None, None
-    last = topology["split"] or (1,) * len(topology["places"])
-    planned = replan_shares(last, topology["places"], locations.names, batch_size)
+    last = devices["split"] or (1,) * len(devices["names"])
+    planned = replan_shares(last, devices["names"], locations.names, batch_size)
     return (planned[0], None) if settings.shares is None else (None, list(planned))
 
 
-def topology_event(
+def other_devices(
     saved: Mapping[str, Any], locations: DeviceLocations, split: Sequence[int] | None, step: int
-) -> Topology | None:
+) -> Settings | None:
     """Return the event of a resume on other devices than the checkpoint's; None for the same or one device."""
-    if max(len(locations.names), len(saved["places"])) < 2:
+    if max(len(locations.names), len(saved["names"])) < 2:
         return None
-    old, new = Counter(saved["places"]), Counter(locations.names)
+    old, new = Counter(saved["names"]), Counter(locations.names)
     changes = [
         f"{word} {', '.join(each.elements())}" for word, each in (("without", old - new), ("with", new - old)) if each
     ]
     if not changes:
         return None
-    return Topology(
-        step=step,
+    change = Topology(
         ranks=len(locations.names),
         machines=locations.num_machines,
-        old_ranks=len(saved["places"]),
+        old_ranks=len(saved["names"]),
         old_machines=saved["num_machines"],
         round=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
-        reason="; ".join(changes),
-        split=None if split is None else list(split),
     )
+    divided = None if split is None else list(split)
+    return Settings(step=step, reason="; ".join(changes), topology=change, split=divided)
 
 
 def shares_note(config: RunConfig, locations: DeviceLocations, split: Sequence[int] | None) -> str | None:

@@ -19,12 +19,12 @@ from segapp.config import validate_config
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel import DataParallelModel
 from segapp.run.commands import SetCommand, parse_command, send_command
-from segapp.run.events import EventLog, EventWriter, Oom
+from segapp.run.events import EventLog, EventWriter, Settings
 from segapp.run.folder import RunFolder
 from segapp.training.context import DeviceLocations
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
-from segapp.training.live.changes import fallbacks_of, with_changes
+from segapp.training.live.changes import Replay, fallbacks_of, with_changes
 from segapp.training.live.commands import CommandController
 from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits
 from segapp.training.live.start import start_of
@@ -129,7 +129,8 @@ class LiveRun(RuleBasedStateMachine):
         data = {"format": "folder", "root": "nowhere", "classes": ["a", "b"]}
         config = validate_config({"name": "r", "data": data, "train": {"batch_size": BATCH}})
         self.locations = DeviceLocations(tuple("abc"))
-        replays = [*applied_after(self.folder.events, step), *fallbacks_after(self.folder, step)]
+        adopted = (Replay(each.step, each.fallbacks) for each in fallbacks_after(self.folder, step))
+        replays = [*applied_after(self.folder.events, step), *adopted]
         state = None if state is None else {**state, "config": config.model_dump(mode="json")}
         reverted = reverted_splits(self.folder.events)
         start = start_of(config, None, self.locations, state, replays if state else (), reverted)
@@ -192,27 +193,21 @@ class LiveRun(RuleBasedStateMachine):
         if self.controller.revert_split("full", self.reference.step) is None:
             pieces = {"num_pieces": 2 * self.controller.settings.num_pieces}
             self.controller.adopt(with_changes(self.controller.settings, pieces))
-            report: Any = {"device": "cpu", "index": 0, "phase": "loss", "action": "", "step": self.reference.step}
-            self.writer.write(Oom(**report, fallbacks=fallbacks_of(self.controller.settings)))
+            adopted = fallbacks_of(self.controller.settings)
+            self.writer.write(Settings(step=self.reference.step, reason="out of memory", fallbacks=adopted))
         self.reference.run_out_of_memory()
 
     @rule()
     def save(self) -> None:
-        topology = self.locations.to_state(self.split.current)
-        trial = self.controller.record.trial
-        self.saved = {
-            "settings": self.controller.settings.model_dump(),
-            "topology": topology,
-            "trial": None if trial is None else trial.to_state(),
-        }
-        self.saved_step, self.memory = self.reference.step, self.split.state_dict()
+        self.saved = {"live": self.controller.state_dict(self.locations)}
+        self.saved_step = self.reference.step
 
     @precondition(lambda self: self.reference.trial is None)
     @rule()
     def kill_and_resume(self) -> None:
         """Make the steps since the checkpoint again: the settings are those of the run that was not killed."""
         self.start_process(self.saved, self.saved_step)
-        self.split.load_state_dict(self.memory)
+        self.split.load_state_dict(self.saved["live"]["splits"])
         for step in range(self.saved_step, self.reference.step + 1):
             self.controller.add_automatic_changes(step)
             self.controller.apply(self.controller.requests.settings or self.controller.settings, self.position)

@@ -352,7 +352,7 @@ def test_run_with_changed_split_equals_the_unchanged_run(even: tuple[dict[str, A
     assert applied["observed_mib"][2] > 10
     assert [event["split"] for event in events(folder, "epoch_start")] == [split] * 3
     assert assert_answered_once(folder)["set shares=0,1,4"]["status"] == "applied"
-    saved = state_of(folder)["settings"]
+    saved = state_of(folder)["live"]["settings"]
     assert (saved["gpu0_bsz"], saved["shares"]) == (None, split)
 
 
@@ -369,7 +369,7 @@ def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
     if hit == 1:  # every step had the old split: equal bit for bit
         assert losses(folder) == losses(reference)
         paths = differing(state_of(folder), state_of(reference))
-        assert [path for path in paths if not path.startswith(("/best", "/memory"))] == []
+        assert [path for path in paths if not path.startswith(("/best", "/live/splits"))] == []
     else:
         assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
     assert [event["split"] for event in events(folder, "step")] == [[3, 1, 1]] * (hit - 1) + [[1, 2, 2]] * (7 - hit)

@@ -17,7 +17,7 @@ from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
 from segapp.run.folder import RunFolder
 from segapp.training.live.changes import ChangeRecord, Replay, fallbacks_of, with_changes
 from segapp.training.live.oom import next_eval_fallback
-from segapp.training.live.replay import applied_after, fallbacks_after, report_reverted_split, without_failures
+from segapp.training.live.replay import applied_after, fallbacks_after, report_reverted_split
 from tests.support.runs import events
 
 WHOLE = Inference(Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.25,) * 3)))
@@ -83,8 +83,8 @@ class Run:
     def rank_fails(self, split: tuple[int, ...], later_s: float = 1.0, rank: int = 1, step: int = 4) -> None:
         self.folder.reports.mkdir(exist_ok=True)
         path = self.folder.reports / f"rank_{rank}_step_{step}.json"
-        fallbacks = {"failed_splits": [split], "window_px": [64, 32 * rank]}
-        path.write_text(json.dumps({"step": step, "problem": f"no memory on {rank}", "fallbacks": fallbacks}))
+        adopted = {"fallbacks": {"window_px": [64, 32 * rank]}, "failed_split": split}
+        path.write_text(json.dumps({"step": step, "reason": f"no memory on {rank}", **adopted}))
         at_s = events(self.folder.path)[-1]["t"] + later_s
         os.utime(path, (at_s, at_s))
 
@@ -105,8 +105,7 @@ def test_failed_split_of_a_rank_is_reverted_once(tmp_path: Path, status: str) ->
     assert applied_after(run.folder.events, 3) == []
     fallbacks = fallbacks_after(run.folder, 4)
     assert [fallback.step for fallback in fallbacks] == [4, 5, 6]
-    assert fallbacks[0] == (4, {"failed_splits": [[3, 5]], "window_px": [64, 64]})
-    assert without_failures(fallbacks[0]) == (4, {"window_px": (64, 64)})
+    assert fallbacks[0] == (4, {"window_px": (64, 64)}, (3, 5))
     assert fallbacks_after(run.folder, 5) == fallbacks[1:]
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from segapp.config import LiveSettings, RunConfig, validate_config
+from segapp.run.events import Topology
 from segapp.training.context import DeviceLocations
 from segapp.training.live.changes import Change, Replay, Trial
-from segapp.training.live.start import Start, shares_note, start_of, topology_event
+from segapp.training.live.start import Start, other_devices, shares_note, start_of
 
 
 def config_of(recompute: str = "off", **parallel: Any) -> RunConfig:
@@ -25,7 +26,7 @@ def locations(names: str, num_machines: int = 1) -> DeviceLocations:
 def state_of(names: str, split: list[int] | None, **settings: Any) -> dict[str, Any]:
     """Return what a checkpoint says of the devices and the settings in force."""
     known = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, **settings}
-    return {"topology": locations(names).to_state(split), "settings": known, "trial": None}
+    return {"live": {"devices": locations(names).to_state(split), "settings": known, "trial": None}}
 
 
 def resumed(
@@ -101,7 +102,8 @@ def test_split_on_trial_is_kept_or_reverted_by_a_resume() -> None:
     before, old = config_of(gpu0_bsz=2), LiveSettings(gpu0_bsz=2, lr_factor=0.5)
     change = Change({"gpu0_bsz": 5}, received=None, id="c7", split=(5, 2, 1))
     trial = Trial(change, old, (2, 3, 3), epoch=4, step=15, steps_left=11, is_measured=True)
-    state = {**state_of("abc", [5, 2, 1], gpu0_bsz=5, lr_factor=3), "trial": trial.to_state()}
+    state = state_of("abc", [5, 2, 1], gpu0_bsz=5, lr_factor=3)
+    state["live"]["trial"] = trial.to_state()
     assert resumed(before, state, before, "abc").record.trial == trial
     assert resumed(before, state, before, "abc", reverted={(4, "c6"), (3, "c7")}).record.trial == trial
     reverted = resumed(before, state, before, "abc", reverted={(4, "c7")}).record
@@ -119,16 +121,15 @@ def test_network_is_built_as_the_settings_say_if_possible() -> None:
     assert resumed(before, state, before, "abc").divisible(4, 3).gpu0_bsz == 2, "5 of 4 images is impossible"
 
 
-def test_topology_names_devices_that_are_gone_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_names_devices_that_are_gone_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     saved = locations("abb", 2).to_state([3, 3, 2])
-    event = topology_event(saved, locations("bc"), (4, 4), 12)
+    event = other_devices(saved, locations("bc"), (4, 4), 12)
     assert event is not None
-    told = (event.step, event.ranks, event.machines, event.old_ranks, event.old_machines, event.round)
-    assert told == (12, 2, 1, 3, 2, 2)
-    assert (event.reason, event.split) == ("without a, b; with c", [4, 4])
-    assert topology_event(saved, locations("bab", 2), (3, 3, 2), 12) is None
-    assert topology_event(locations("a").to_state(None), locations("b"), None, 12) is None, (
+    assert event.topology == Topology(ranks=2, machines=1, old_ranks=3, old_machines=2, round=2)
+    assert (event.step, event.reason, event.split) == (12, "without a, b; with c", [4, 4])
+    assert other_devices(saved, locations("bab", 2), (3, 3, 2), 12) is None
+    assert other_devices(locations("a").to_state(None), locations("b"), None, 12) is None, (
         "one device instead of another"
     )
 

@@ -78,17 +78,21 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     base: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(budgeted(base, 900, 900, 900), tmp_path / "whole") == 0
-    peak = saved(tmp_path / "whole")["memory"]["observed"][0][1][0]
+    peak = saved(tmp_path / "whole")["live"]["splits"]["observed"][0][1][0]
     folder = tmp_path / "run"
     assert train(budgeted(base, 0.75 * peak, 900, 900), folder) == 0
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     first, oom = events(folder, "oom")
-    assert first["fallbacks"] == {"is_recomputed": True}
+    settings = events(folder, "settings")
+    assert [each["fallbacks"] for each in settings] == [
+        {"is_recomputed": True},
+        {"is_recomputed": True, "num_pieces": 2},
+    ]
+    assert [each["step"] for each in settings] == [0, 0]
     assert "all 5 blocks recomputed" in first["action"]
     assert (oom["device"], oom["index"], oom["step"], oom["split"]) == ("cpu", 0, 0, [6, 1, 1])
     assert oom["phase"] in ("forward", "loss", "backward")
     assert oom["allocated_mib"] <= 0.75 * peak < oom["allocated_mib"] + oom["requested_mib"]
-    assert oom["fallbacks"] == {"is_recomputed": True, "num_pieces": 2}
     assert "BatchNorm" in oom["action"]
     report = (folder / oom["path"]).read_text()
     assert oom["action"] in report
@@ -97,7 +101,7 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     }
     print_status(str(folder), as_json=False)
     assert oom["path"] in capsys.readouterr().out
-    assert fallbacks_of(LiveSettings(**saved(folder)["settings"])) == oom["fallbacks"]
+    assert fallbacks_of(LiveSettings(**saved(folder)["live"]["settings"])) == settings[-1]["fallbacks"]
 
 
 @case("N03", how="a memory budget that no piece fits", passes="saved, exit 6")
@@ -107,9 +111,11 @@ def test_step_fitting_in_no_part_saves_and_stops_with_advice(base: dict[str, Any
     with pytest.raises(OutOfMemoryError, match="next move") as caught:
         train(budgeted(base, 5, 900, 900), folder)
     assert caught.value.exit_code == 6
-    *found, last = events(folder, "oom")
-    assert [oom["fallbacks"] for oom in found] == [{"is_recomputed": True}, {"is_recomputed": True, "num_pieces": 2}]
-    assert last.get("fallbacks") is None
+    _, _, last = events(folder, "oom")
+    assert [each["fallbacks"] for each in events(folder, "settings")] == [
+        {"is_recomputed": True},
+        {"is_recomputed": True, "num_pieces": 2},
+    ]
     assert last["advice"][0] == "lower train.batch_size: train.batch_size=4 train.accumulate=2"
     assert events(folder, "run_end")[-1]["exit_code"] == 6
     assert saved(folder)["position"]["step"] == 0
@@ -149,13 +155,13 @@ def test_oom_in_evaluation_falls_back_to_images_then_windows(base: dict[str, Any
     failpoints.arm("eval.forward=1:oom*2")
     folder = tmp_path / "windows"
     assert train(config, folder) == 0
-    assert [event["fallbacks"] for event in events(folder, "oom")] == [
+    assert [event["fallbacks"] for event in events(folder, "settings")] == [
         {"is_eval_single": True},
         {"is_eval_single": True, "window_px": [32, 48]},
     ]
     assert losses(folder) == losses(tmp_path / "whole")
     assert not [path for path in differing(saved(folder), saved(tmp_path / "whole")) if path.startswith("/model")]
-    assert saved(folder)["settings"]["window_px"] == (32, 48)
+    assert saved(folder)["live"]["settings"]["window_px"] == (32, 48)
     assert events(folder, "val")[0]["num_images"] == 4
 
 

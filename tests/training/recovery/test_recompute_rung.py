@@ -75,11 +75,16 @@ class Sender:
         pass
 
 
+def adopted(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    return [(e["step"], e["fallbacks"]) for e in events(folder, "settings") if "fallbacks" in e]
+
+
 def choices(folder: Path) -> list[tuple[int, str, str, list[int]]]:
     """Step, choice, reason and number of recomputed blocks on each device, of each change."""
     return [
-        (e["step"], e["choice"], e["reason"], [len(names) for names in e["blocks"]])
-        for e in events(folder, "recompute")
+        (e["step"], e["recompute"], e["reason"], [len(names) for names in e["blocks"]])
+        for e in events(folder, "settings")
+        if "blocks" in e
     ]
 
 
@@ -89,13 +94,13 @@ def test_a_step_out_of_memory_recomputes_all_blocks(undisturbed: tuple[RunConfig
     assert train(config, tmp_path / "run") == 0
     assert_same_course(tmp_path / "run", reference)
     (oom,) = events(tmp_path / "run", "oom")
-    assert oom["fallbacks"] == {"is_recomputed": True}
+    assert adopted(tmp_path / "run") == [(1, {"is_recomputed": True})]
     assert "all 5 blocks recomputed" in oom["action"]
     assert "the same gradients and BatchNorm statistics, in about a third more time" in oom["action"]
     assert choices(tmp_path / "run") == [(1, "all", "out of memory", [5])]
-    assert events(tmp_path / "run", "recompute")[0]["num_blocks"] == 5
+    assert events(tmp_path / "run", "settings")[0]["num_blocks"] == 5
     state = saved(tmp_path / "run")
-    assert (state["settings"]["is_recomputed"], state["settings"]["recompute"]) == (True, "all")
+    assert (state["live"]["settings"]["is_recomputed"], state["live"]["settings"]["recompute"]) == (True, "all")
 
 
 @pytest.mark.slow
@@ -144,7 +149,7 @@ def test_blocks_that_count_their_passes_are_cut_in_pieces(
     config = merged(undisturbed[0].model_dump(mode="json"), train={"batch_size": 4, "epochs": 1})
     failpoints.arm("train.backward=1:oom*2")
     assert train(config, tmp_path / "run") == 0
-    assert [oom["fallbacks"] for oom in events(tmp_path / "run", "oom")] == [{"is_recomputed": True}, {"num_pieces": 2}]
+    assert adopted(tmp_path / "run") == [(0, {"is_recomputed": True}), (0, {"num_pieces": 2})]
     (alert,) = [alert for alert in events(tmp_path / "run", "alert") if alert["kind"] == "recompute"]
     assert "passes is a buffer that each forward pass changes" in alert["message"]
     assert choices(tmp_path / "run")[-1] == (0, "config", "train.recompute", [0])
