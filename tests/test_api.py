@@ -269,21 +269,15 @@ def test_module_in_training_predicts_as_evaluated(tiny: dict[str, Any], tiny_roo
     assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
 
 
-def test_daemonic_process_trains_without_data_workers(tiny: dict[str, Any], tmp_path: Path) -> None:
-    code = """if True:
-        import json, multiprocessing, sys, segapp
-        def train(workers):
-            result = segapp.train(json.loads(sys.argv[1]), {"data.workers": workers}, run=sys.argv[2], progress=False)
-            print(result.step, flush=True)
-        for workers in (2, "auto"):
-            process = multiprocessing.get_context("fork").Process(target=train, args=(workers,), daemon=True)
-            process.start()
-            process.join()
-    """
-    command = [sys.executable, "-c", code, json.dumps({**tiny, "train": {"steps": 3}}), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "3\n"
-    assert "ConfigError: data.workers = 2: this process was started with daemon=True and may not start" in done.stderr
+def test_daemonic_process_trains_without_data_workers(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
+    with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
+        multiprocessing.Process(target=print).start()
+    with pytest.raises(ConfigError, match=r"data\.workers = 2: this process was started with daemon=True and may not"):
+        train(small(tiny), {"data.workers": 2}, run=tmp_path / "run")
+    assert train(small(tiny), {"data.workers": "auto"}, run=tmp_path / "run").step == 5
 
 
 def test_fork_of_a_process_that_has_predicted_predicts(
@@ -303,7 +297,7 @@ def test_fork_of_a_process_that_has_predicted_predicts(
         print(process.exitcode, torch.get_num_threads())
         process.kill()
     """
-    run = train(tiny, {"train.steps": 1}, run=tmp_path / "run").run
+    run = train(small(tiny), run=tmp_path / "run").run
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout == "0 2\n", done.stderr

@@ -154,12 +154,17 @@ def test_temporary_names_are_those_of_the_table(
     settings: dict[str, Any] = (
         {"train": {"epochs": 1, "compile": True}}
         if kind == "compiled"
-        else {"train": {"epochs": 1}, "parallel": {"mode": "ddp", "devices": ["cpu", "cpu"]}, "data": {"workers": 1}}
+        else {
+            "train": {"epochs": 1},
+            "model": {"library": "python", "name": "tests.support.own_parts:Net", "encoder": None},
+            "parallel": {"mode": "ddp", "devices": ["cpu", "cpu"]},
+            "data": {"workers": 1},
+        }
     )
     (tmp_path / "c.yaml").write_text(dump_config(merged(tiny, **settings)))
     commands = ("train", "--plain", "--config", "c.yaml", "--run", "runs/r"), ("eval", "runs/r")
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    environ |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environ |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "SEGAPP_TRUST_PARTS": "1"}
     with names_made_in(folder, runs) as made:
         for words in commands:
             program = [sys.executable, "-P", "-m", "segapp", *words]

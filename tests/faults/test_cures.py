@@ -168,7 +168,7 @@ CASES: list[tuple[Change, str, str, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("change", "words", "says", "ways"), CASES, ids=[f"{i}-{c[2]}" for i, c in enumerate(CASES)])
 def test_data_and_start_are_cured_as_the_message_says(
     change: Change, words: str, says: str, ways: tuple[str, ...], tmp_path: Path
@@ -227,7 +227,7 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("command", "says", "ways"), COMMANDS, ids=[row[0] for row in COMMANDS])
 def test_command_is_cured_as_the_message_says(command: str, says: str, ways: tuple[str, ...], work: Path) -> None:
     done = segapp(*command.split(), cwd=work)

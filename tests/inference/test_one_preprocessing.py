@@ -38,8 +38,8 @@ KEYS: dict[str, dict[str, Any]] = {
     "none": {},
     "resize_px": {"data": {"resize_px": [32, 48]}, "loss": {"name": "dice"}},
     "resize_px of a padded network": {"data": {"resize_px": [27, 35], "crop_px": [32, 48]}, "model": PADDED},
-    "resize_px in windows": {"data": {"resize_px": [40, 56]}, "eval": {"slide": True, "slide_px": [24, 40]}},
     "windows": {"eval": {"slide": True, "slide_px": [24, 40]}},
+    "resize_px in windows": {"data": {"resize_px": [40, 56]}, "eval": {"slide": True, "slide_px": [24, 40]}},
     "aligned corners": {"loss": {"align_corners": True}},
     "mean and std": {"data": {"mean": [0.2, 0.5, 0.7], "std": [0.3, 0.2, 0.1]}},
     "bands, dtype and range": {
@@ -50,8 +50,8 @@ KEYS: dict[str, dict[str, Any]] = {
             "resize_px": [30, 46],
         }
     },
-    "orientation": {"data": {"resize_px": [32, 48], "mask_orientation": "upright"}},
     "nodata": {"data": GEOTIFFS},
+    "orientation": {"data": {"resize_px": [32, 48], "mask_orientation": "upright"}},
     "nodata of large files": {"data": {**GEOTIFFS, "mean": [0.2, 0.5], "std": [0.3, 0.2]}},
 }
 SIZES = [(43, 61), (66, 37), (150, 170)]
@@ -108,7 +108,7 @@ def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
     return F.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=is_aligned)[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("key", KEYS)
 def test_one_image_has_one_prediction_in_every_use(
     key: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -474,6 +474,7 @@ def test_place_that_results_cannot_tell_is_said(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [(3000, 700), (700, 3000)], ids=["high", "wide"])
 @pytest.mark.parametrize("num_classes", [3, 20])
 @pytest.mark.parametrize("kinds", [["labels"], ["overlay"], ["confidence"], ["probabilities"], [*SAVED]], ids="+".join)

@@ -123,7 +123,7 @@ def test_first_comment_names_the_device_that_is_assumed(
 def test_gpus_of_another_machine_are_assumed_and_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The config for a GPU fits it by the plan, and its model trains; no time is printed that was not measured."""
+    """The config for a GPU fits it by the plan; no time is printed that was not measured."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     draw_split(tmp_path / "d")
     out = tmp_path / "made.yaml"
@@ -142,8 +142,6 @@ def test_gpus_of_another_machine_are_assumed_and_planned(
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--config", str(out), "--gpus", "11GiB"])
     assert ended.value.code == 0
-    small = ["train.steps=2", "train.batch_size=2", "eval.every_epochs=9", "parallel.mode=single"]
-    assert segapp("train", "--config", out, "--run", tmp_path / "run", "--plain", *small, cwd=tmp_path).returncode == 0
 
 
 def striped(folder: Path, width_px: int, num_classes: int = 2, *, share: float = 0.4) -> Path:
@@ -160,13 +158,14 @@ def striped(folder: Path, width_px: int, num_classes: int = 2, *, share: float =
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("width_px", "is_cached", "model"),
     [
         (100, False, ("torchvision", "lraspp_mobilenet_v3_large", None, 2e-3)),
         (100, True, ("smp", "DeepLabV3Plus", "tu-tf_efficientnet_lite0", 1e-3)),
-        (17, False, ("torchvision", "lraspp_mobilenet_v3_large", None, 2e-3)),
         (17, True, ("smp", "DeepLabV3Plus", "tu-tf_efficientnet_lite0", 1e-3)),
+        (17, False, ("torchvision", "lraspp_mobilenet_v3_large", None, 2e-3)),
         (3, False, ("smp", "Unet", "resnet18", 2e-3)),
         (3, True, ("smp", "Unet", "tu-tf_efficientnet_lite0", 1e-3)),
     ],
