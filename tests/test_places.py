@@ -24,6 +24,7 @@ from segapp.config import dump_config
 from segapp.places import keep_compiled_code, own_folder
 from tests.support import ROOT
 from tests.support.runs import merged
+from tests.test_api import small
 
 NOBODY = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
@@ -154,14 +155,9 @@ def test_temporary_names_are_those_of_the_table(
     settings: dict[str, Any] = (
         {"train": {"epochs": 1, "compile": True}}
         if kind == "compiled"
-        else {
-            "train": {"epochs": 1},
-            "model": {"library": "python", "name": "tests.support.own_parts:Net", "encoder": None},
-            "parallel": {"mode": "ddp", "devices": ["cpu", "cpu"]},
-            "data": {"workers": 1},
-        }
+        else {"train": {"epochs": 1}, "parallel": {"mode": "ddp", "devices": ["cpu", "cpu"]}, "data": {"workers": 1}}
     )
-    (tmp_path / "c.yaml").write_text(dump_config(merged(tiny, **settings)))
+    (tmp_path / "c.yaml").write_text(dump_config(merged(small(tiny), **settings)))
     commands = ("train", "--plain", "--config", "c.yaml", "--run", "runs/r"), ("eval", "runs/r")
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environ |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "SEGAPP_TRUST_PARTS": "1"}

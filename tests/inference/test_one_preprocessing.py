@@ -23,6 +23,7 @@ from segapp.export.write import open_onnx
 from segapp.inference.predict.predictor import EnsemblePredictor, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.report.images import predict_pair
+from tests.support.fault_runs import MODEL
 from tests.support.runs import merged, train
 
 PADDED = {  # its sides are multiples of 16
@@ -120,7 +121,7 @@ def test_one_image_has_one_prediction_in_every_use(
     has_nodata, suffix = "nodata" in key, ".tif" if "nodata" in key else ".png"
     if "large" in key:
         monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
-    sections = {**KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
+    sections = {"model": MODEL, **KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
     config = merged(tiny, **sections, train={"epochs": 2})
     assert train(config, tmp_path / "run") == 0
     run, trained = str(tmp_path / "run"), load_trained(str(tmp_path / "run"))

@@ -38,13 +38,6 @@ def test_adapted_weight_equals_smp(num_bands):
         (7, "smp", "Unet", "mobilenet_v2", ["encoder.features.0.0"]),
         (2, "smp", "PSPNet", "tu-test_resnet", ["encoder.model.conv1.0"]),
         (12, "smp", "FPN", "tu-repvgg_a0", ["encoder.model.stem.conv_kxk.conv", "encoder.model.stem.conv_1x1.conv"]),
-        *(
-            pytest.param(num_bands, "smp", name, encoder, stems, marks=pytest.mark.slow)
-            for num_bands, name, encoder, stems in (
-                (1, "Unet", "mobileone_s0", [f"encoder.stage0.rbr_{n}.conv" for n in ("conv.0", "scale")]),
-                (4, "FPN", "tu-fastvit_t8", [f"encoder.model.stem_0.{n}.conv" for n in ("conv_kxk.0", "conv_scale")]),
-            )
-        ),
     ],
 )
 def test_weights_for_rgb_fit_networks_of_any_bands(num_bands, library, name, encoder, stems, tmp_path):

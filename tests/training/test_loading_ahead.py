@@ -23,6 +23,7 @@ from segapp.training import inbox
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.step.engine import StepEngine
 from tests.datasets.conftest import no_worker_is_left  # noqa: F401  # a fixture
+from tests.support.fault_runs import MODEL
 from tests.support.runs import each_save, events, merged, train
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -31,8 +32,8 @@ NUM_EPOCHS, NUM_IMAGES, STEPS_PER_EPOCH = 3, 10, 5
 
 
 def loading(tiny: dict[str, Any], workers: int, **sections: Any) -> RunConfig:
-    """Return a config with dropout-free weights, BatchNorm from fixed batches, and an evaluation after each epoch."""
-    return merged(tiny, data={"workers": workers}, **sections)
+    """Return a config with dropout, BatchNorm, and an evaluation after each epoch."""
+    return merged({**tiny, "model": MODEL}, data={"workers": workers}, **sections)
 
 
 def resumed(config: RunConfig, folder: Path) -> int:
