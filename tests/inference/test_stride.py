@@ -65,12 +65,9 @@ def of_export(model: SegmentationModel, images: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("key", "logits_of"),
     [
-        *((key, of_inference) for key in ("lraspp", "same padding", "segformer", "pspnet")),
+        *((key, of_inference) for key in ("lraspp", "fcn", "same padding", "segformer", "pspnet")),
         *((key, of_export) for key in ("lraspp", "same padding")),
-        *(
-            pytest.param(key, of_inference, marks=pytest.mark.slow)
-            for key in ("fcn", "unet", "upernet", "unet++", "linknet")
-        ),
+        *(pytest.param(key, of_inference, marks=pytest.mark.slow) for key in ("unet", "upernet", "unet++", "linknet")),
     ],
 )
 @torch.no_grad()
