@@ -30,7 +30,6 @@ SIZES = {  # divisor and only size; the comments say what the library claims or 
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "encoder"), SIZES)
 def test_size_that_is_said_to_run_runs_and_others_do_not(name: str, encoder: str) -> None:
     with torch.device("meta"):  # shapes only

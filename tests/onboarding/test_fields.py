@@ -243,7 +243,6 @@ def problem_of(name: str, place: str, value: Any, verdict: str, folder: Path) ->
     return "" if fits.get(verdict) else f"drawn: {said}"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "place", "sort"), CELLS)
 def test_each_odd_value_has_its_verdict(name: str, place: str, sort: str, tmp_path: Path) -> None:
     values = TEXTS if name.startswith(("CVAT", "YOLO", "table")) else tuple(VALUES)
