@@ -21,6 +21,7 @@ from segapp.config.trust import component_names as component_names
 from segapp.config.sections import (
     CheckpointConfig as CheckpointConfig,
     DataConfig as DataConfig,
+    DistillConfig as DistillConfig,
     EvalConfig as EvalConfig,
     LiveSettings as LiveSettings,
     LossConfig as LossConfig,

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from segapp.planning.plan import SimulationPool, plan_memory, ring_mib
 from segapp.planning.trial import trial_step
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
+from segapp.run.words import say
 
 MOST_BYTES_PER_PX = 16 * 1024
 """More than the networks of this package need per pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
@@ -38,19 +39,29 @@ logger = logging.getLogger("segapp")
 
 
 def resolve_auto(
-    config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
+    config: RunConfig,
+    state: Mapping[str, Any] | None,
+    folder: RunFolder,
+    devices: DevicePlan,
+    device_infos: Sequence[DeviceInfo],
+    ranks: Ranks,
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """Return the config with every `auto` in `train` that a resume must keep resolved, and the plan if one is needed.
+
+    The values of a checkpoint's state hold again. `train.bn_momentum` stays auto until the length of the run is known.
 
     Raises:
         ConfigError: the memory of the devices is unknown, or nothing fits.
     """
+    config = config if state is None else with_kept(config, state)
     if config.train.precision == "auto":
         own = with_precision(config, devices.devices).train.precision
         supported = min(ranks.gather(own), key=("fp32", "amp-fp16", "amp-bf16").index)
         config = with_train(config, precision=supported)
     saved_plan: SavedMemoryPlan | None = None
     if is_planned(config):
+        if ranks.is_main and not folder.saved_plan.exists():
+            say("planning the memory (some seconds)")
         saved_plan = on_main(ranks, lambda: _load_or_make_plan(config, folder, devices, device_infos))
     if not config.train.batch_size and saved_plan is not None:
         batch_size, accumulate = saved_plan.batch_size, saved_plan.accumulate
@@ -58,6 +69,17 @@ def resolve_auto(
         batch_size = config.train.batch_size
         accumulate = config.train.accumulate
     return with_train(config, batch_size=batch_size, accumulate=accumulate), saved_plan
+
+
+def with_kept(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
+    """Return the config with the values that a checkpoint's training had for the automatic keys of `train`."""
+    automatic = [key for key in ("precision", "bn_momentum") if getattr(config.train, key) == "auto"]
+    of_plan = () if config.train.batch_size else ("batch_size", "accumulate")
+    try:
+        kept = {key: state["config"]["train"][key] for key in (*automatic, *of_plan)}
+    except (KeyError, TypeError):  # `check_resumable` says what is wrong with the checkpoint
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update=kept)})
 
 
 def is_planned(config: RunConfig) -> bool:

@@ -9,7 +9,7 @@ import platform
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -47,7 +47,7 @@ from segapp.parallel.distributed import (
     is_launched,
 )
 from segapp.parallel.launch import Peers, end_process, leave_error
-from segapp.planning.auto import is_planned, resolve_auto
+from segapp.planning.auto import resolve_auto, with_kept
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.files import append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
@@ -139,20 +139,10 @@ def _check_before_start(request: TrainRequest) -> None:
         return
     path, state = saved
     config, _ = with_weights_defaults(config, path)
-    config = _with_saved(config, state, *(() if config.train.batch_size else ("batch_size", "accumulate")))
+    config = with_kept(config, state)
     is_limited = request.limit is not None  # with a limit, the number of images does not matter
     num_train = state["data"]["num_train"] if is_limited else count_images(config.data, split_names(config.data)[0])
     check_resumable(state, path, config, num_train, list(build_scheme(config.data).names))
-
-
-def _with_saved(config: RunConfig, state: Mapping[str, Any], *keys: str) -> RunConfig:
-    """Return the config with the values that a checkpoint's training had for these and other automatic keys."""
-    automatic = [key for key in ("precision", "bn_momentum") if getattr(config.train, key) == "auto"]
-    try:
-        kept = {key: state["config"]["train"][key] for key in (*keys, *automatic)}
-    except (KeyError, TypeError):  # `check_resumable` says what is wrong with the checkpoint
-        return config
-    return config.model_copy(update={"train": config.train.model_copy(update=kept)})
 
 
 @contextlib.contextmanager
@@ -345,13 +335,9 @@ def _restored_trainer(
     """Resolve the config, build the trainer and restore its state; yield it under watch."""
     folder, ranks = context.folder, context.ranks
     checkpoint = load_to_resume(ranks, folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint)
-    config = request.config
-    if checkpoint is not None:
-        config = _with_saved(config, checkpoint.state)
-    config, notes = with_weights_defaults(config, None if checkpoint is None else checkpoint.file)
-    if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
-        say("planning the memory (some seconds)")
-    config, saved_plan = resolve_auto(config, folder, devices, context.device_memory.devices, ranks)
+    file, state = (None, None) if checkpoint is None else (checkpoint.file, checkpoint.state)
+    config, notes = with_weights_defaults(request.config, file)
+    config, saved_plan = resolve_auto(config, state, folder, devices, context.device_memory.devices, ranks)
     if ranks.is_main:
         _note_plan(folder, config, saved_plan, notes)
     liveness.is_saved = checkpoint is not None

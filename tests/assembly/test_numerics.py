@@ -140,8 +140,12 @@ def test_second_deterministic_run_of_a_process_works(monkeypatch: pytest.MonkeyP
 def test_training_has_the_precision_that_all_ranks_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, ranks = RunFolder.create("r", path=tmp_path / "run"), Ranks()
     monkeypatch.setattr(ranks, "gather", lambda own: ["amp-bf16", own, "amp-bf16"])
-    found = [resolve_auto(config_of(), folder, DevicePlan("ddp", (d,), ""), [], ranks)[0] for d in (V100, A100, CPU)]
+    plans = [DevicePlan("ddp", (device,), "") for device in (V100, A100, CPU)]
+    found = [resolve_auto(config_of(), None, folder, plan, [], ranks)[0] for plan in plans]
     assert [resolved.train.precision for resolved in found] == ["amp-fp16", "amp-bf16", "fp32"]
+    state = {"config": {"train": {"precision": "fp16", "bn_momentum": 0.03}}}
+    kept = resolve_auto(config_of(), state, folder, plans[0], [], ranks)[0].train
+    assert (kept.precision, kept.bn_momentum) == ("fp16", 0.03), "a resume, on whatever device"
 
 
 def test_resume_with_auto_keeps_the_precision(tiny: dict[str, Any], tmp_path: Path) -> None:

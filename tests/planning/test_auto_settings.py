@@ -108,7 +108,8 @@ def test_auto_split_is_planned_anew_for_fewer_devices(tiny, tmp_path):
     assert plans[1] is not None
     assert plans[0].batch_size == plans[1].batch_size
     (change,) = events(folder, "settings")
-    assert (change["ranks"], change["old_ranks"], change["split"]) == (2, 3, list(plans[1].best_split))
+    topology = change["topology"]
+    assert (topology["ranks"], topology["old_ranks"], change["split"]) == (2, 3, list(plans[1].best_split))
 
 
 def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
@@ -120,7 +121,7 @@ def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
     config = merged(tiny, train={"batch_size": "auto"}, parallel={"gpu0_bsz": "auto"})
     devices = DevicePlan("ddp", (torch.device("cpu"),), "")
     for num, gpu0_bsz, predicted in ((3, 1, (10.0,) * 3), (2, None, ())):
-        resolved, plan = resolve_auto(config, folder, devices, [DeviceInfo("cpu")] * num, Ranks())
+        resolved, plan = resolve_auto(config, None, folder, devices, [DeviceInfo("cpu")] * num, Ranks())
         assert (resolved.train.batch_size, plan.gpu0_bsz) == (6, gpu0_bsz)
         assert (plan.predicted_mib((1, 3, 2)), plan.recompute) == (predicted, blocks if num == 3 else None)
 

@@ -12,7 +12,7 @@ from segapp.assembly.network import suited_momentum
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import load_config
 from segapp.models.by_name import PythonModel
-from segapp.session.session import _with_saved
+from segapp.planning.auto import with_kept
 from tests.support.runs import differing, merged, train
 
 
@@ -66,5 +66,9 @@ def test_run_keeps_what_auto_chose(tiny: dict[str, Any], tmp_path: Path, capsys:
     stored = load_config(tmp_path / "auto" / "config.yaml")
     assert (stored.train.bn_momentum, runs["auto"]["config"]["train"]["bn_momentum"]) == (0.1, 0.1)
     longer = merged(tiny, train={"steps": 4_000, "bn_momentum": "auto"})
-    assert _with_saved(longer, runs["auto"]).train.bn_momentum == 0.1
-    assert _with_saved(longer, runs["own"]).train.bn_momentum is None
+    assert with_kept(longer, runs["auto"]).train.bn_momentum == 0.1
+    assert with_kept(longer, runs["own"]).train.bn_momentum is None
+    automatic = merged(tiny, train={"batch_size": "auto", "accumulate": 1})
+    saved = runs["own"]["config"]["train"]
+    kept = with_kept(automatic, runs["own"]).train
+    assert (kept.batch_size, kept.accumulate) == (saved["batch_size"], 2)

@@ -28,8 +28,8 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.preprocessing import Preprocessing, padded
 from segapp.errors import ConfigError
 from segapp.inference.sliding import NormalizedInput
-from segapp.losses import AdditiveCriterion
-from segapp.models import Critic, SegmentationModel
+from segapp.losses import AdditiveCriterion, CriterionDistilled
+from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.models.blocks import block_names
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim import WeightAverage
@@ -39,16 +39,15 @@ from segapp.parallel.distributed import Ranks, wrap_ddp
 from segapp.parallel.model_parallel import balance_stages, place_stages
 from segapp.precision import Precision
 from segapp.training.step.distill import (
+    PAIR_WISE,
     DistilledInput,
+    Teacher,
     build_critic,
     build_distillation,
-    build_distilled_input,
-    build_teacher,
     check_frame,
-    check_teacher,
-    distilled_criterion,
+    factors_of,
 )
-from segapp.training.step.engine import StepEngine
+from segapp.training.step.engine import StepEngine, StepParticipant
 from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.update import WeightUpdate
 
@@ -128,6 +127,52 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
             module.momentum = momentum
 
 
+def _check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
+    """Raise ConfigError if the teacher does not suit the student: its classes, its library, its images."""
+    found = trained.path
+    if list(trained.scheme.names) != list(scheme.names):
+        pairs = zip(trained.scheme.names, scheme.names, strict=False)
+        other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
+        raise ConfigError(
+            f"distill.teacher: {found} has other classes ({trained.scheme.num_classes} of them, {other}) than this "
+            f"data ({scheme.num_classes}): use a teacher of the same classes in the same order",
+            key="distill.teacher",
+        )
+    is_pair_wise = config.distill is not None and PAIR_WISE in factors_of(config.distill)
+    for key, library in (("model", config.model.library), ("distill.teacher", trained.config.model.library)):
+        if library == "python" and is_pair_wise:
+            raise ConfigError(
+                f"{key} is a custom model, whose features before the last layer distill.pair_wise cannot find: use a "
+                "model of torchvision or smp, or set distill.pair_wise=0",
+                key=key,
+            )
+    own, taught = build_pixels(config.data), build_pixels(trained.config.data)
+    if (own.bands, own.dtype) != (taught.bands, taught.dtype):
+        raise ConfigError(
+            f"distill.teacher: {found} was trained on {taught.layout}, and this data is {own.layout}: use a teacher of "
+            "the same data.bands and data.dtype",
+            key="distill.teacher",
+        )
+
+
+def _teacher_of(
+    trained: TrainedState,
+    devices: Sequence[torch.device],
+    input_dtype: torch.dtype,
+    put: Callable[[nn.Module, torch.device], Any],
+) -> Teacher:
+    """Return the teacher in the training's precision; `put` makes one copy of it per device.
+
+    Logical devices on one real device share a copy.
+    """
+    model, data = trained.model.eval().requires_grad_(False), trained.config.data
+    copies = {
+        device: (put(model, device), Preprocessing(build_pixels(data), input_dtype).to(device))
+        for device in dict.fromkeys(devices)
+    }
+    return Teacher(copies, trained.sha256, align_corners=trained.config.loss.is_aligned)
+
+
 class StepAssembler:
     """Builds the training step of a config, on any devices.
 
@@ -144,7 +189,7 @@ class StepAssembler:
         self.config, self.scheme, self.teacher = config, scheme, teacher
         self.pixels = build_pixels(config.data)
         if teacher is not None:
-            check_teacher(config, teacher, scheme)
+            _check_teacher(config, teacher, scheme)
             build_precision(config, torch.device("cpu")).prepare(teacher.model)
 
     def build_model(self, *, with_weights: bool) -> SegmentationModel:
@@ -214,9 +259,23 @@ class StepAssembler:
         return criterion_of(self.config, self.scheme, class_weights)
 
     def build_critic(self, layout: StepLayout, device: torch.device) -> Critic | None:
-        if self.config.distill is None:
+        """Return the critic of the distillation; None without one."""
+        section = self.config.distill
+        if section is None:
             return None
-        return build_critic(self.config, self.scheme.num_classes, device, is_synced=self._is_synced(layout))
+        return build_critic(
+            section,
+            self.pixels.num_bands + self.scheme.num_classes,
+            self.config.data.crop_px,
+            self._critic_precision(device),
+            device,
+            is_synced=self._is_synced(layout),
+        )
+
+    def _critic_precision(self, device: torch.device) -> Precision:
+        """Return the critic's precision: the student's autocast, but fp32 weights, as half ones lose small updates."""
+        is_half = self.config.train.precision == "fp16"
+        return Precision("amp-fp16", device) if is_half else build_precision(self.config, device)
 
     def build_parts(
         self, layout: StepLayout, class_weights: Callable[[str], list[float]], *, with_weights: bool
@@ -267,7 +326,10 @@ class StepAssembler:
         precision = build_precision(config, device)
         preprocessing = Preprocessing(build_pixels(config.data), precision.input_dtype).to(device)
         inner = self._inner(parts, layout, backend, preprocessing)
-        criterion = distilled_criterion(config, parts.criterion, inner).to(device)
+        criterion, participants = parts.criterion, list[StepParticipant]()
+        if config.distill is not None:
+            criterion = CriterionDistilled(criterion, factors_of(config.distill))
+        criterion = criterion.to(device)
         network = self._network(model, inner, layout, backend, ranks or Ranks(), criterion, precision)
         update = WeightUpdate(
             model,
@@ -277,11 +339,16 @@ class StepAssembler:
             clip_grad_norm=config.optim.clip_grad_norm,
             groups_of=partial(build_parameter_groups, config.optim, model, precision),
         )
+        if config.distill is not None and isinstance(inner, DistilledInput):
+            of_critic = self._critic_precision(network.device)
+            participants = build_distillation(
+                config.distill, network, inner, of_critic, base_lr=config.optim.lr, seed=config.seed
+            )
         engine = StepEngine(
             network,
             criterion,
             update,
-            participants=build_distillation(config, network, inner) if isinstance(inner, DistilledInput) else (),
+            participants=participants,
             masks=SampleMasks(model, config.seed) if backend.has_values else None,
             pad_target=partial(padded, size=model.suitable_size(*config.data.crop_px), value=self.scheme.ignore_index),
             mark=mark,
@@ -302,10 +369,21 @@ class StepAssembler:
     ) -> NormalizedInput:
         """Return the network of one device, which takes stored images (N, B, H, W)."""
         config, model, device = self.config, parts.model, layout.devices[0]
-        if self.teacher is None:
-            return NormalizedInput(model, preprocessing, channels_last=uses_channels_last(config.train, model, device))
-        teacher = build_teacher(self.teacher, layout.devices, preprocessing.dtype, backend.copy_to)
-        return build_distilled_input(config, model, preprocessing, teacher, parts.critic, device)
+        channels_last = uses_channels_last(config.train, model, device)
+        if self.teacher is None or config.distill is None:
+            return NormalizedInput(model, preprocessing, channels_last=channels_last)
+        return DistilledInput(
+            model,
+            preprocessing,
+            _teacher_of(self.teacher, layout.devices, preprocessing.dtype, backend.copy_to),
+            parts.critic,
+            factors=factors_of(config.distill),
+            temperature=config.distill.temperature,
+            align_corners=config.loss.is_aligned,
+            critic_size=critic_size(config.data.crop_px),
+            channels_last=channels_last,
+            autocast=self._critic_precision(device).autocast,
+        )
 
     def _network(
         self,

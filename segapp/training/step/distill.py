@@ -11,7 +11,6 @@ compute. So the critic runs as a bare module, over replicas with `DataParallelMo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,17 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_dtype
-from segapp.assembly.devices import build_precision, uses_channels_last
-from segapp.assembly.pairs import build_pixels
-from segapp.config import RunConfig
-from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.config import DistillConfig
 from segapp.datasets.preprocessing import Preprocessing, padded
 from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import NormalizedInput
 from segapp.losses import (
-    AdditiveCriterion,
-    CriterionDistilled,
     node_features,
     pair_wise_difference,
     pixel_wise_divergence,
@@ -53,7 +47,6 @@ from segapp.training.step.rollback import BufferGuard
 from segapp.training.step.update import WeightUpdate
 
 if TYPE_CHECKING:
-    from segapp.assembly.trained import TrainedState
     from segapp.datasets.pool import Batch
 
 CRITIC_LR = 0.0004
@@ -319,42 +312,10 @@ class TeacherIdentity(StepParticipant):
             )
 
 
-def distilled_criterion(config: RunConfig, task: AdditiveCriterion, network: NormalizedInput) -> AdditiveCriterion:
-    """Return the criterion with the terms of the distillation added; unchanged for a network without distillation."""
-    return CriterionDistilled(task, _factors(config)) if isinstance(network, DistilledInput) else task
-
-
-def _factors(config: RunConfig) -> dict[str, float]:
-    assert config.distill is not None
-    factors = {name: getattr(config.distill, name) for name in (PIXEL_WISE, PAIR_WISE, HOLISTIC)}
+def factors_of(section: DistillConfig) -> dict[str, float]:
+    """Return the factors of the terms by name, without the terms that are off."""
+    factors = {name: getattr(section, name) for name in (PIXEL_WISE, PAIR_WISE, HOLISTIC)}
     return {name: factor for name, factor in factors.items() if factor}
-
-
-def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
-    """Raise ConfigError if the teacher does not suit the student: its classes, its library, its images."""
-    found = trained.path
-    if list(trained.scheme.names) != list(scheme.names):
-        pairs = zip(trained.scheme.names, scheme.names, strict=False)
-        other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
-        raise ConfigError(
-            f"distill.teacher: {found} has other classes ({trained.scheme.num_classes} of them, {other}) than this "
-            f"data ({scheme.num_classes}): use a teacher of the same classes in the same order",
-            key="distill.teacher",
-        )
-    for key, library in (("model", config.model.library), ("distill.teacher", trained.config.model.library)):
-        if library == "python" and PAIR_WISE in _factors(config):
-            raise ConfigError(
-                f"{key} is a custom model, whose features before the last layer distill.pair_wise cannot find: use a "
-                "model of torchvision or smp, or set distill.pair_wise=0",
-                key=key,
-            )
-    own, taught = build_pixels(config.data), build_pixels(trained.config.data)
-    if (own.bands, own.dtype) != (taught.bands, taught.dtype):
-        raise ConfigError(
-            f"distill.teacher: {found} was trained on {taught.layout}, and this data is {own.layout}: use a teacher of "
-            "the same data.bands and data.dtype",
-            key="distill.teacher",
-        )
 
 
 def check_frame(crop_px: tuple[int, int], student: SegmentationModel, teacher: SegmentationModel) -> None:
@@ -370,76 +331,38 @@ def check_frame(crop_px: tuple[int, int], student: SegmentationModel, teacher: S
         )
 
 
-def build_teacher(
-    trained: TrainedState,
-    devices: Sequence[torch.device],
-    input_dtype: torch.dtype,
-    put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
-) -> Teacher:
-    """Return the teacher in the training's precision; `put` makes one copy of it per device.
-
-    Logical devices on one real device share a copy.
-    """
-    model, data = trained.model.eval().requires_grad_(False), trained.config.data
-    return Teacher(
-        {
-            device: (put(model, device), Preprocessing(build_pixels(data), input_dtype).to(device))
-            for device in dict.fromkeys(devices)
-        },
-        trained.sha256,
-        align_corners=trained.config.loss.is_aligned,
-    )
-
-
-def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, is_synced: bool) -> Critic | None:
+def build_critic(
+    section: DistillConfig,
+    num_channels: int,
+    crop_px: tuple[int, int],
+    precision: Precision,
+    device: torch.device,
+    *,
+    is_synced: bool,
+) -> Critic | None:
     """Return the critic of the holistic term; None if the term's weight is 0."""
-    assert config.distill is not None
-    if not config.distill.holistic:
+    if not section.holistic:
         return None
-    size = critic_size(config.data.crop_px)
-    channels = build_pixels(config.data).num_bands + num_classes
-    critic = Critic(channels, size, width=config.distill.critic_width)
+    critic = Critic(num_channels, critic_size(crop_px), width=section.critic_width)
     if is_synced:
         convert_sync_batchnorm(critic)
-    _critic_precision(config, device).prepare(critic.to(device))
+    precision.prepare(critic.to(device))
     return critic.requires_grad_(False)  # before DistributedDataParallel collects the trainable parameters
 
 
-def build_distilled_input(
-    config: RunConfig,
-    model: SegmentationModel,
-    preprocessing: Preprocessing,
-    teacher: Teacher,
-    critic: Critic | None,
-    device: torch.device,
-) -> DistilledInput:
-    assert config.distill is not None
-    distill = config.distill
-    return DistilledInput(
-        model,
-        preprocessing,
-        teacher,
-        critic,
-        factors=_factors(config),
-        temperature=distill.temperature,
-        align_corners=config.loss.is_aligned,
-        critic_size=critic_size(config.data.crop_px),
-        channels_last=uses_channels_last(config.train, model, device),
-        autocast=_critic_precision(config, device).autocast,
-    )
-
-
-def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
-    """Return the critic's precision: fp32 weights, because half weights lose small updates; the student's autocast."""
-    return Precision("amp-fp16", device) if config.train.precision == "fp16" else build_precision(config, device)
-
-
-def build_distillation(config: RunConfig, network: TrainedNetwork, inner: DistilledInput) -> list[StepParticipant]:
+def build_distillation(
+    section: DistillConfig,
+    network: TrainedNetwork,
+    inner: DistilledInput,
+    precision: Precision,
+    *,
+    base_lr: float,
+    seed: int,
+) -> list[StepParticipant]:
     """Build the participants of the distillation; a critic is trained on the devices of the student's network.
 
-    `network` is the student's, and `inner` the same without its division over devices.
+    `network` is the student's, and `inner` the same without its division over devices; `precision` is the critic's.
     """
-    assert config.distill is not None
     critic = inner.critic
     identity = TeacherIdentity(inner.teacher)
     if critic is None:
@@ -454,18 +377,16 @@ def build_distillation(config: RunConfig, network: TrainedNetwork, inner: Distil
             full_batch=student.full_batch,
             mode=student.mode,
         )
-    groups = [{"params": list(critic.parameters()), "lr_factor": CRITIC_LR / config.optim.lr}]
-    update = WeightUpdate(
-        cast(Any, critic), adam(groups, CRITIC_LR, (0.9, 0.99)), _critic_precision(config, network.device)
-    )
+    groups = [{"params": list(critic.parameters()), "lr_factor": CRITIC_LR / base_lr}]
+    update = WeightUpdate(cast(Any, critic), adam(groups, CRITIC_LR, (0.9, 0.99)), precision)
     trainer = CriticTrainer(
         critic,
         own,
         update,
         network.ranks,
-        penalty=config.distill.critic_penalty,
+        penalty=section.critic_penalty,
         factor=PENALTY_WEIGHT,
-        seed=config.seed,
+        seed=seed,
         student=student,
     )
     return [identity, trainer]

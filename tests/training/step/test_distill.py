@@ -27,7 +27,8 @@ from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
-from segapp.training.step.distill import build_distilled_input, build_teacher, check_frame
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout, StepParts
+from segapp.training.step.distill import check_frame
 from tests.support.runs import differing, events, merged, segapp, train
 
 DP = {"mode": "dp", "devices": ["cpu"] * 3}
@@ -144,8 +145,10 @@ def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str,
     own: Any = {"distill": {"pair_wise": 0, "holistic": 0, "temperature": 3.0}, "train": {"precision": "fp32"}}
     config = student(base, teacher, **own, data={"mean": [0.2, 0.3, 0.4], "std": [0.6, 0.5, 0.4], "crop_px": [43, 61]})
     trained, model = read_trained(str(teacher)), build_network(config.model, 3).eval()
-    taught = build_teacher(trained, [CPU], torch.float32)
-    inner = build_distilled_input(config, model, Preprocessing(build_pixels(config.data)), taught, None, CPU)
+    assembler = StepAssembler(config, trained.scheme, trained)
+    parts, layout = StepParts(model, Mock()), StepLayout("single", (CPU,))
+    inner: Any = assembler._inner(parts, layout, RealDevices(), Preprocessing(build_pixels(config.data)))
+    taught = inner.teacher
     images = torch.randint(256, (2, 3, 43, 61), dtype=torch.uint8)
     shapes: list[torch.Size] = []
     for one in (model, taught._on[CPU][0]):
