@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from segapp.chunks import plan_chunks
+from segapp.chunks import plan_chunks, replan_shares
 from segapp.config import validate_config
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel import DataParallelModel
@@ -32,7 +32,7 @@ from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import ReplicatedNetwork
 from tests.support.runs import events
 
-BATCH, NUM_DEVICES, TRIAL_STEPS = 8, 3, 20
+BATCH, TRIAL_STEPS = 8, 20
 NAMES = ("gpu0_bsz", "shares", "lr_factor", "recompute", "num_pieces", "gpu0_bsz_auto")
 
 
@@ -40,7 +40,7 @@ class Reference:
     """What the settings of a run should be: plain values, and no code of segapp but the arithmetic of a split."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step, self.devices = 0, "abc"
         self.live: dict[str, Any] = dict(zip(NAMES, (None, None, 1.0, "config", 1, False), strict=True))
         self.waiting: dict[str, dict[str, Any]] = {}  # id -> new values, in the order of the requests
         self.final: dict[str, str] = {}  # id -> the only final answer
@@ -51,7 +51,7 @@ class Reference:
     def split(self, values: dict[str, Any] | None = None) -> tuple[int, ...]:
         live = self.live if values is None else self.folded(self.live, values)
         full = None if live["shares"] else BATCH
-        return plan_chunks(BATCH, NUM_DEVICES, live["gpu0_bsz"], shares=live["shares"], full_batch=full)
+        return plan_chunks(BATCH, len(self.devices), live["gpu0_bsz"], shares=live["shares"], full_batch=full)
 
     @staticmethod
     def folded(live: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +59,9 @@ class Reference:
         return {**live, **of_split, **values}
 
     def request(self, command_id: str, values: dict[str, Any], *, force: bool) -> None:
+        if values.get("shares") and len(values["shares"]) != len(self.devices):
+            self.final[command_id] = "rejected"
+            return
         names = {*values, *(("gpu0_bsz", "shares") if {"gpu0_bsz", "shares"} & values.keys() else ())}
         is_split = len(names) > len(values)
         if is_split and self.split(values) != self.split() and self.split(values)[0] >= self.ceiling and not force:
@@ -111,6 +114,14 @@ class Reference:
             self.final[command_id] = "rejected"
         self.trial, self.is_measured = None, True
 
+    def resume_on(self, devices: str) -> None:
+        """Let each device that stays have its last share, in proportion, if somebody chose the split."""
+        if len(devices) != len(self.devices) and (self.live["gpu0_bsz"], self.live["shares"]) != (None, None):
+            planned = list(replan_shares(self.split(), self.devices, devices, BATCH))
+            is_shared = self.live["shares"] is not None
+            self.live |= {"shares": planned} if is_shared else {"gpu0_bsz": planned[0]}
+        self.devices = devices
+
 
 class LiveRun(RuleBasedStateMachine):
     """A controller with a real inbox and real events, which is killed and resumed, without a network."""
@@ -128,16 +139,16 @@ class LiveRun(RuleBasedStateMachine):
     def start_process(self, state: dict[str, Any] | None, step: int = 0) -> None:
         data = {"format": "folder", "root": "nowhere", "classes": ["a", "b"]}
         config = validate_config({"name": "r", "data": data, "train": {"batch_size": BATCH}})
-        self.locations = DeviceLocations(tuple("abc"))
+        self.locations, num_devices = DeviceLocations(tuple(self.reference.devices)), len(self.reference.devices)
         adopted = (Replay(each.step, each.fallbacks) for each in fallbacks_after(self.folder, step))
         replays = [*applied_after(self.folder.events, step), *adopted]
         state = None if state is None else {**state, "config": config.model_dump(mode="json")}
         reverted = reverted_splits(self.folder.events)
         start = start_of(config, None, self.locations, state, replays if state else (), reverted)
-        live, model, log = start.divisible(BATCH, NUM_DEVICES), nn.Linear(1, 1), EventLog(self.writer)
+        live, model, log = start.divisible(BATCH, num_devices), nn.Linear(1, 1), EventLog(self.writer)
         full = None if live.shares else BATCH
         replicas = DataParallelModel(
-            model, ["cpu"] * NUM_DEVICES, gpu0_bsz=live.gpu0_bsz, shares=live.shares, full_batch=full
+            model, ["cpu"] * num_devices, gpu0_bsz=live.gpu0_bsz, shares=live.shares, full_batch=full
         )
         network = ReplicatedNetwork(model, replicas, torch.device("cpu"))  # type: ignore[arg-type]
         self.split = BatchSplit(network, BATCH, "dp")
@@ -207,6 +218,18 @@ class LiveRun(RuleBasedStateMachine):
     def kill_and_resume(self) -> None:
         """Make the steps since the checkpoint again: the settings are those of the run that was not killed."""
         self.start_process(self.saved, self.saved_step)
+        self.make_steps_again()
+
+    @rule(devices=st.sampled_from(["ab", "cb", "abc", "dca", "abcd"]))
+    def resume_on_other_devices(self, devices: str) -> None:
+        """Stop with a checkpoint after the trial of a split, and continue on these devices."""
+        self.train_epoch(TRIAL_STEPS, is_full=True)
+        self.save()
+        self.reference.resume_on(devices)
+        self.start_process(self.saved, self.saved_step)
+        self.make_steps_again()
+
+    def make_steps_again(self) -> None:
         self.split.load_state_dict(self.saved["live"]["splits"])
         for step in range(self.saved_step, self.reference.step + 1):
             self.controller.add_automatic_changes(step)
@@ -243,4 +266,4 @@ class LiveRun(RuleBasedStateMachine):
 
 
 TestLiveRun = pytest.mark.filterwarnings("ignore")(LiveRun.TestCase)
-TestLiveRun.settings = settings(max_examples=30, stateful_step_count=14, deadline=None)
+TestLiveRun.settings = settings(max_examples=60, stateful_step_count=14, deadline=None)
