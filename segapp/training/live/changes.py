@@ -129,7 +129,7 @@ class Trial:
     """A split that began less than `REVERTIBLE_STEPS` steps ago; an out-of-memory error reverts it."""
 
     change: Change | None
-    """The request, which is answered after a full batch; None on other ranks, and for a replay."""
+    """The request, which is answered after a full batch unless it is a replay; None on other ranks."""
     old: LiveSettings
     old_split: Split | None
     epoch: int
@@ -163,6 +163,8 @@ class Replay(NamedTuple):
     step: int
     """Updates made before it."""
     values: Mapping[str, Any]
+    id: str | None = None
+    """Of its command."""
 
     @property
     def is_fallback(self) -> bool:
@@ -170,7 +172,7 @@ class Replay(NamedTuple):
         return not self.values.keys().isdisjoint(FALLBACKS)
 
     def without(self, names: Collection[str]) -> Replay:
-        return Replay(self.step, {name: value for name, value in self.values.items() if name not in names})
+        return self._replace(values={name: value for name, value in self.values.items() if name not in names})
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,8 @@ class ChangeRecord:
         """Let the replays that are due after `step` updates wait for this epoch, before all other changes."""
         due = [each for each in self.replays if each.step <= step and not each.is_fallback]
         later = tuple(each for each in self.replays if each not in due)
-        return replace(self, waiting=(*(Change(each.values, "replay") for each in due), *self.waiting), replays=later)
+        again = (Change(each.values, "replay", id=each.id) for each in due)
+        return replace(self, waiting=(*again, *self.waiting), replays=later)
 
     def with_due_fallbacks(self, step: int) -> ChangeRecord:
         """Let the fallbacks that were adopted after at most `step` updates hold again."""
@@ -254,11 +257,17 @@ class ChangeRecord:
         `splits`: the split before and the split now.
         """
         is_new = splits[1] != splits[0]
-        effects: Effects = [_applied(each, step=step) for each in self.waiting if not (is_new and each.is_split)]
+        effects: Effects = []
+        for change in self.waiting:
+            if change.is_split and is_new:
+                continue  # it is answered after a full batch
+            if change.is_split and change.cause != "replay":
+                effects.append(_event(change, "applied", self.settings, split=splits[1], epoch=epoch, step=step))
+            effects.append(_applied(change, step=step))
         trial = self.trial
         if is_new:
             effects += [] if trial is None else trial.confirmed_untested()
-            asked = (each for each in self.waiting if each.is_split and each.cause != "replay")
+            asked = (each for each in self.waiting if each.is_split)
             trial = Trial(next(asked, None), self.settings, splits[0], epoch, step)
         return replace(self, settings=settings, waiting=(), trial=trial), effects
 
@@ -270,7 +279,7 @@ class ChangeRecord:
         effects: Effects = []
         if observed_mib is not None and not trial.is_measured:
             trial = replace(trial, is_measured=True)
-            if trial.change is not None:
+            if trial.change is not None and trial.change.cause != "replay":
                 measured: Any = {"epoch": trial.epoch, "step": trial.step, "observed_mib": list(observed_mib)}
                 effects.append(_event(trial.change, "applied", trial.old, split=split, **measured))
                 effects.append(_applied(trial.change, f"split {dots(split)}", trial.step))
@@ -294,5 +303,7 @@ class ChangeRecord:
         effects: Effects = []
         if trial.change is not None:
             effects.append(_event(trial.change, "reverted", trial.old, reason, trial.old_split, epoch=trial.epoch))
-            effects += [] if trial.is_measured else [Answered(trial.change, "rejected", reason)]
+            rest = {name: value for name, value in trial.change.values.items() if name not in SPLIT_SETTINGS}
+            answer = Answered(replace(trial.change, values=rest), "applied" if rest else "rejected", reason)
+            effects += [] if trial.is_measured else [answer]
         return record, effects, done

@@ -25,7 +25,7 @@ def applied_after(events: Path, step: int) -> list[Replay]:
         elif event["type"] == "gpu0_bsz" and status == "applied" and event.get("id") is None and at >= step:
             applied[key] = Replay(at, {"gpu0_bsz": event.get("new"), "gpu0_bsz_auto": True})
         elif event["type"] == "command" and status == "applied" and at >= step:
-            applied[key] = Replay(at, event.get("changes") or {})
+            applied[key] = Replay(at, event.get("changes") or {}, key)
     return [each for each in applied.values() if each.values]
 
 

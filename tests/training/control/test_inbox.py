@@ -40,8 +40,8 @@ def test_changes_of_the_event_are_read_and_not_the_text(tmp_path: Path) -> None:
         answer("d", "set lr_factor=9", 14, status="rejected"),
         answer("e", "checkpoint", 14),
     )
-    assert applied_after(path, 10) == [(10, {"lr_factor": 0.5}), (12, {"gpu0_bsz_auto": True})]
-    assert applied_after(path, 11) == [(12, {"gpu0_bsz_auto": True})]
+    assert applied_after(path, 10) == [(10, {"lr_factor": 0.5}, "a"), (12, {"gpu0_bsz_auto": True}, "c")]
+    assert applied_after(path, 11) == [(12, {"gpu0_bsz_auto": True}, "c")]
 
 
 def test_reverted_split_is_left_out_and_auto_moves_are_kept(tmp_path: Path) -> None:
@@ -59,10 +59,10 @@ def test_reverted_split_is_left_out_and_auto_moves_are_kept(tmp_path: Path) -> N
         split("reverted", epoch=4, step=None, new=4),
     )
     expected = [
-        (10, {"lr_factor": 0.5}),
-        (12, {"recompute": "all"}),
-        (20, {"gpu0_bsz": 3, "gpu0_bsz_auto": True}),
-        (30, {"gpu0_bsz_auto": True}),
+        (10, {"lr_factor": 0.5}, "a"),
+        (12, {"recompute": "all"}, "b"),
+        (20, {"gpu0_bsz": 3, "gpu0_bsz_auto": True}, None),
+        (30, {"gpu0_bsz_auto": True}, None),
     ]
     assert applied_after(path, 0) == expected
     assert applied_after(path, 20) == expected[2:]

@@ -46,6 +46,7 @@ class Reference:
         self.final: dict[str, str] = {}  # id -> the only final answer
         self.trial: tuple[str, dict[str, Any], int] | None = None  # id, the settings before, steps that are left
         self.is_measured = True
+        self.has_other = False  # True if the request on trial changed more than the split, which is not reverted
         self.ceiling = BATCH + 1  # samples with which device 0 ran out of memory
 
     def split(self, values: dict[str, Any] | None = None) -> tuple[int, ...]:
@@ -90,6 +91,7 @@ class Reference:
         for command_id, values in self.waiting.items():
             if is_new and {"gpu0_bsz", "shares"} & values.keys():
                 self.trial, self.is_measured = (command_id, before, TRIAL_STEPS), False
+                self.has_other = len(values) > 1
             else:
                 self.final[command_id] = "applied"
         self.waiting = {}
@@ -111,7 +113,7 @@ class Reference:
         self.live = {**self.live, "gpu0_bsz": before["gpu0_bsz"], "shares": before["shares"]}
         self.ceiling = min(self.ceiling, failed[0]) if failed[0] > self.split()[0] else self.ceiling
         if not self.is_measured:
-            self.final[command_id] = "rejected"
+            self.final[command_id] = "applied" if self.has_other else "rejected"
         self.trial, self.is_measured = None, True
 
     def resume_on(self, devices: str) -> None:

@@ -15,7 +15,7 @@ from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import Inference
 from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
 from segapp.run.folder import RunFolder
-from segapp.training.live.changes import ChangeRecord, Replay, fallbacks_of, with_changes
+from segapp.training.live.changes import Answered, Change, ChangeRecord, Replay, fallbacks_of, with_changes
 from segapp.training.live.oom import next_eval_fallback
 from segapp.training.live.replay import applied_after, fallbacks_after, report_reverted_split
 from tests.support.runs import events
@@ -59,8 +59,37 @@ def test_later_fallbacks_are_adopted_at_their_steps() -> None:
         record = record.with_due_fallbacks(step)
         found.append(fallbacks_of(record.settings))
     assert found == [{}, {"num_pieces": 2}, {"num_pieces": 2}, {"num_pieces": 2, "window_px": (64, 32)}]
-    assert record.replays == ((5, {"lr_factor": 9}), (7, {"num_pieces": 8})), "of an epoch, and of a later step"
+    assert record.replays == (Replay(5, {"lr_factor": 9}), Replay(7, {"num_pieces": 8})), (
+        "of an epoch, and of a later step"
+    )
     assert fallbacks_of(record.with_due_fallbacks(9).settings)["num_pieces"] == 8
+
+
+def test_replayed_split_is_silent_until_it_is_reverted() -> None:
+    """So that the next resume does not apply it once more."""
+    replays = (Replay(5, {"lr_factor": 9}, "c1"), Replay(7, {"gpu0_bsz": 4, "lr_factor": 3}, "c2"))
+    record = ChangeRecord(LiveSettings(gpu0_bsz=2), replays=replays).with_due_replays(7)
+    record, effects = record.begin_epoch(record.requested, ((2, 3, 3), (4, 2, 2)), 3, 7)
+    assert [effect.change.id for effect in effects if isinstance(effect, Answered)] == ["c1"]
+    record, effects = record.after_step((4, 2, 2), [9.0, 8.0, 7.0])
+    assert effects == []
+    reverted = record.revert((4, 2, 2), "full")
+    assert reverted is not None
+    record, effects, _ = reverted
+    assert (record.settings.gpu0_bsz, record.settings.lr_factor) == (2, 3)
+    told = [(each.status, each.id, each.epoch, each.split) for each in effects if isinstance(each, Gpu0Bsz)]
+    assert told == [("reverted", "c2", 3, [2, 3, 3])]
+
+
+def test_split_in_use_ends_as_applied_with_its_other_setting() -> None:
+    change = Change({"gpu0_bsz": 2, "lr_factor": 3}, id="c1", split=(2, 3, 3))
+    record, effects = ChangeRecord(LiveSettings(gpu0_bsz=2)).request(change, "later", 4)
+    told = [each for each in effects if isinstance(each, Gpu0Bsz)]
+    _, effects = record.begin_epoch(record.requested, ((2, 3, 3), (2, 3, 3)), 4, 9)
+    told += [each for each in effects if isinstance(each, Gpu0Bsz)]
+    assert [(each.status, each.epoch, each.step) for each in told] == [("pending", 4, None), ("applied", 4, 9)]
+    (answer,) = (each for each in effects if isinstance(each, Answered))
+    assert (answer.status, answer.change.values, answer.step) == ("applied", {"gpu0_bsz": 2, "lr_factor": 3}, 9)
 
 
 class Run:

@@ -81,7 +81,7 @@ def test_new_split_in_config_overrides_saved_setting() -> None:
     assert same.record.replays == CHANGES
     other = resumed(config_of(gpu0_bsz=1), state, before, "abc", *CHANGES)
     assert (other.record.settings.gpu0_bsz, other.record.settings.lr_factor) == (1, 0.5)
-    assert other.record.replays == ((20, {"lr_factor": 0.25, "recompute": "all"}),)
+    assert other.record.replays == (Replay(20, {"lr_factor": 0.25, "recompute": "all"}),)
     assert resumed(config_of(shares=[4, 2, 2]), state, before, "abc").record.settings.shares == [4, 2, 2]
 
 
@@ -94,7 +94,7 @@ def test_new_blocks_in_config_override_saved_fallback() -> None:
     live = other.record.settings
     assert (live.recompute, live.is_recomputed, live.num_pieces) == ("config", False, 4)
     assert (other.configured.recompute, other.configured.gpu0_bsz, live.gpu0_bsz) == ("config", 2, 5)
-    assert other.record.replays == (*CHANGES, (24, {"num_pieces": 2}))
+    assert other.record.replays == (*CHANGES, Replay(24, {"num_pieces": 2}))
 
 
 def test_split_on_trial_is_kept_or_reverted_by_a_resume() -> None:
