@@ -247,7 +247,7 @@ def test_stream_of_another_encoding_gets_escapes(environ: dict[str, str], shown:
     done = [
         subprocess.run(
             [sys.executable, "-S", "-c", code, paths, *words],
-            cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, timeout=100,
+            cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, timeout=280,
         )
         for words in commands
     ]  # fmt: skip

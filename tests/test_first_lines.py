@@ -142,6 +142,6 @@ segapp.__main__.main(sys.argv[1:])
 
 def test_long_command_without_a_terminal_prints_a_line_on_stderr() -> None:
     words = [sys.executable, "-c", SLOW, "ls", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n")
     assert done.stderr == "segapp ls: still running (0 s so far)\n"

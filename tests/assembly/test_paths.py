@@ -62,7 +62,7 @@ def test_missing_paths_are_found_without_torch(tmp_path: Path) -> None:
     }
     given = json.dumps(list(expected))
     command = [sys.executable, "-c", RUNNER]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=True)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=280, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     for words, (code, text), (got_code, got_text) in zip(expected, expected.values(), found, strict=True):
         assert code == got_code, (words, got_code, got_text)

@@ -445,7 +445,7 @@ def output_of(code: str, *words: str, is_safe: bool = True) -> str:
     """Runs code in a child; without `is_safe`, the current folder is on its path. Returns what it prints."""
     command = [sys.executable, *(["-P"] if is_safe else []), "-c", code, *words]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, check=False, capture_output=True, text=True, timeout=280)
     return done.stdout.strip() or done.stderr
 
 
