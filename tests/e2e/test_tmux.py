@@ -100,7 +100,7 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     terminal.keys("2")
     terminal.wait_for("ok: split 2·1·0")
     terminal.keys("Enter")
-    terminal.wait_for("PENDING")
+    wait_for(lambda: [e for e in events(run, "gpu0_bsz") if e["status"] == "pending"])  # shown until the epoch ends
     applied = wait_for(lambda: [e for e in events(run, "gpu0_bsz") if e["status"] == "applied"])[0]
     assert (applied["new"], applied["split"]) == (2, [2, 1, 0])
     terminal.wait_for("2·1·0")
