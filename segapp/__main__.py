@@ -39,13 +39,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run segapp with the process's arguments (or those given) and exit."""
     _use_utf8_for_files()
     _open_closed_streams()
-    with _interrupts_end():
+    with _interrupts_end(is_program=arguments is None):
         _run(arguments)
 
 
 @contextlib.contextmanager
-def _interrupts_end() -> Iterator[None]:
-    """Exit with one line when SIGINT, SIGTERM or SIGHUP arrives within the body."""
+def _interrupts_end(*, is_program: bool) -> Iterator[None]:
+    """Exit with one line when SIGINT, SIGTERM or SIGHUP arrives within the body; `is_program`: Python exits next."""
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     earlier = {number: signal.getsignal(number) for number in stops}
     try:
@@ -60,7 +60,8 @@ def _interrupts_end() -> Iterator[None]:
     finally:
         for number in stops:
             if signal.getsignal(number) is _interrupt:
-                signal.signal(number, earlier[number])  # a KeyboardInterrupt in Python's own exit would be a traceback
+                # A KeyboardInterrupt in Python's own exit would be a traceback.
+                signal.signal(number, signal.SIG_DFL if is_program else earlier[number])
 
 
 def _run(arguments: list[str] | None) -> None:

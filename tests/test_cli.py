@@ -198,16 +198,18 @@ def test_signal_before_the_command_is_no_traceback(tmp_path: Path, place: str, n
     assert (result.returncode, result.stderr) == (128 + signal.Signals[name], f"stopped by {name}\n")
 
 
-def test_signal_while_python_exits_is_no_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "handler"), [("SIGTERM", "SIG_DFL"), ("SIGINT", "default_int_handler")])
+def test_signal_while_python_exits_is_no_traceback(tmp_path: Path, name: str, handler: str) -> None:
     code = (
-        "import atexit, signal, segapp.__main__ as program\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
-        "atexit.register(lambda: (print('exits', flush=True), signal.raise_signal(signal.SIGTERM)))\n"
-        "program.main(['--version'])\n"
+        "import atexit, signal, sys, segapp.__main__ as program\n"
+        f"signal.signal(signal.{name}, signal.{handler})\n"
+        f"atexit.register(lambda: (print('exits', flush=True), signal.raise_signal(signal.{name})))\n"
+        "sys.argv[1:] = ['--version']\n"
+        "program.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "exits"
-    assert (result.returncode, result.stderr) == (-signal.SIGTERM, "")
+    assert (result.returncode, result.stderr) == (-signal.Signals[name], "")
 
 
 @pytest.mark.parametrize(

@@ -258,8 +258,9 @@ class ChangeRecord:
         """
         is_new = splits[1] != splits[0]
         effects: Effects = []
+        newest = next((each for each in reversed(self.waiting) if is_new and each.is_split), None)
         for change in self.waiting:
-            if change.is_split and is_new:
+            if change is newest:
                 continue  # it is answered after a full batch
             if change.is_split and change.cause != "replay":
                 effects.append(_event(change, "applied", self.settings, split=splits[1], epoch=epoch, step=step))
@@ -267,8 +268,7 @@ class ChangeRecord:
         trial = self.trial
         if is_new:
             effects += [] if trial is None else trial.confirmed_untested()
-            asked = (each for each in self.waiting if each.is_split)
-            trial = Trial(next(asked, None), self.settings, splits[0], epoch, step)
+            trial = Trial(newest, self.settings, splits[0], epoch, step)
         return replace(self, settings=settings, waiting=(), trial=trial), effects
 
     def after_step(self, split: Split, observed_mib: Sequence[float | None] | None) -> tuple[ChangeRecord, Effects]:

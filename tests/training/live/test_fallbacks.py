@@ -13,7 +13,7 @@ from segapp.config import LiveSettings
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import Inference
-from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
+from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz, Settings
 from segapp.run.folder import RunFolder
 from segapp.training.live.changes import Answered, Change, ChangeRecord, Replay, fallbacks_of, with_changes
 from segapp.training.live.oom import next_eval_fallback
@@ -79,6 +79,33 @@ def test_replayed_split_is_silent_until_it_is_reverted() -> None:
     assert (record.settings.gpu0_bsz, record.settings.lr_factor) == (2, 3)
     told = [(each.status, each.id, each.epoch, each.split) for each in effects if isinstance(each, Gpu0Bsz)]
     assert told == [("reverted", "c2", 3, [2, 3, 3])]
+
+
+def test_command_after_a_replay_of_the_same_epoch_is_on_trial() -> None:
+    """The replay's split never holds, and the command is answered."""
+    replays = (Replay(7, {"gpu0_bsz": 3}, "c1"),)
+    record = ChangeRecord(LiveSettings(gpu0_bsz=2), replays=replays)
+    record, _ = record.request(Change({"gpu0_bsz": 4, "lr_factor": 3}, id="c2", split=(4, 2, 2)), "later", 3)
+    record = record.with_due_replays(7)
+    record, effects = record.begin_epoch(record.requested, ((2, 3, 3), (4, 2, 2)), 3, 7)
+    assert record.settings.gpu0_bsz == 4
+    assert [effect for effect in effects if isinstance(effect, Gpu0Bsz)] == []
+    failed = record.revert((4, 2, 2), "full")
+    assert failed is not None
+    assert [(each.id, each.new) for each in failed[1] if isinstance(each, Gpu0Bsz)] == [("c2", 4)]
+    _, effects = record.after_step((4, 2, 2), [9.0, 8.0, 7.0])
+    assert [(each.status, each.id) for each in effects if isinstance(each, Gpu0Bsz)] == [("applied", "c2")]
+    assert [(each.change.id, each.status) for each in effects if isinstance(each, Answered)] == [("c2", "applied")]
+
+
+def test_repeated_fallbacks_are_counted_once(tmp_path: Path) -> None:
+    """A resume writes them again; a value that has grown is another one."""
+    folder = RunFolder.create(path=tmp_path / "run")
+    log = EventLog(EventWriter(folder.events))
+    for step, num_pieces in ((3, 2), (5, 4), (3, 2), (5, 4), (9, 4)):
+        log.emit(Settings(step=step, reason="out of memory", fallbacks={"num_pieces": num_pieces}))
+    found = [(each.step, each.fallbacks["num_pieces"]) for each in fallbacks_after(folder, 4)]
+    assert found == [(5, 4), (9, 4)]
 
 
 def test_split_in_use_ends_as_applied_with_its_other_setting() -> None:
