@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,8 +17,9 @@ from segapp.inference.sliding import Inference
 from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz, Settings
 from segapp.run.folder import RunFolder
 from segapp.training.live.changes import Answered, Change, ChangeRecord, Replay, fallbacks_of, with_changes
-from segapp.training.live.oom import next_eval_fallback
+from segapp.training.live.oom import OomPolicy, next_eval_fallback
 from segapp.training.live.replay import applied_after, fallbacks_after, report_reverted_split
+from segapp.training.reporting import TrainingReporter
 from tests.support.runs import events
 
 WHOLE = Inference(Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.25,) * 3)))
@@ -106,6 +108,29 @@ def test_repeated_fallbacks_are_counted_once(tmp_path: Path) -> None:
         log.emit(Settings(step=step, reason="out of memory", fallbacks={"num_pieces": num_pieces}))
     found = [(each.step, each.fallbacks["num_pieces"]) for each in fallbacks_after(folder, 4)]
     assert found == [(5, 4), (9, 4)]
+
+
+def test_each_new_value_of_a_fallback_is_an_event() -> None:
+    """Also one that grows; what is in force already, or is given up, is none."""
+    reporter = Mock(_choice="config", _blocks=[[]], _fallbacks={})
+    reporter.controller.recomputed = ((),)
+    reporter.engine.ranks.gather = lambda own: [own]
+    reporter.progress.position.step = 7
+    for values in ({}, {"num_pieces": 2}, {"num_pieces": 4}, {"num_pieces": 4}, {"num_pieces": 4, "window_px": (8, 9)}):
+        reporter.controller.settings = LiveSettings(**values)
+        TrainingReporter.live_settings(reporter)
+    reporter.controller.settings = LiveSettings(num_pieces=4)
+    TrainingReporter.live_settings(reporter)
+    found = [call.args[0].fallbacks for call in reporter.event_log.emit.call_args_list]
+    assert found == [{"num_pieces": 2}, {"num_pieces": 4}, {"num_pieces": 4, "window_px": (8, 9)}]
+
+
+def test_rank_keeps_the_fallbacks_of_its_earlier_starts(tmp_path: Path) -> None:
+    folder = RunFolder.create(path=tmp_path / "run")
+    policy = Mock(_folder=folder.reports, _ranks=Mock(is_main=False, rank=2))
+    for num_pieces in (2, 4, 8):
+        OomPolicy._record(policy, Settings(step=5, reason="full", fallbacks={"num_pieces": num_pieces}))
+    assert sorted(each.fallbacks["num_pieces"] for each in fallbacks_after(folder, 5)) == [2, 4, 8]
 
 
 def test_split_in_use_ends_as_applied_with_its_other_setting() -> None:

@@ -171,6 +171,12 @@ def test_student_and_teacher_see_one_frame_with_own_mean_and_std(base: dict[str,
         close(inner(images)[1][:, 0], pixel_wise_divergence(*full, temperature=3.0))
 
 
+@pytest.mark.parametrize(("precision", "of_critic"), [("fp32", "fp32"), ("fp16", "amp-fp16"), ("amp-bf16", "amp-bf16")])
+def test_critic_never_has_half_weights(precision: str, of_critic: str) -> None:
+    assembler = Mock(config=Mock(train=Mock(precision=precision)))
+    assert StepAssembler._critic_precision(assembler, CPU).name == of_critic
+
+
 def test_crops_that_the_teacher_sees_at_another_size_are_refused() -> None:
     def network(fixed_size_px: tuple[int, int] | None = None, divisor: int = 1) -> Any:
         model = Mock(spec=SegmentationModel, fixed_size_px=fixed_size_px, min_size_px=1, size_multiple=divisor)
