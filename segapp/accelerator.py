@@ -266,7 +266,6 @@ def random_states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]
 
 
 def set_random_states(states: Mapping[torch.device, Tensor]) -> None:
-    """Set generators to states from `random_states`."""
     for device, state in states.items():
         if gpu := gpu_of(device):
             gpu.set_rng_state(state, device)

@@ -155,7 +155,6 @@ class Precision:
         return masters
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for forward passes."""
         dtype = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}.get(self.name)
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 

@@ -148,7 +148,6 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
 def build_inference(
     data: DataConfig, section: EvalConfig, model: SegmentationModel, precision: Precision, align_corners: bool
 ) -> Inference:
-    """Return the inference of whole images for evaluation and prediction."""
     window = (section.slide_px or data.crop_px) if section.slide else None
     if model.fixed_size_px is not None:
         window = model.fixed_size_px

@@ -149,7 +149,6 @@ def _layer_factors(layer_decay: float | None, model: SegmentationModel) -> tuple
 
 
 def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-    """Return the optimizer of an `optim` section over parameter groups."""
     if is_component(section.name):
         return own_optimizer(section, groups)
     factory, offered = OPTIMIZERS[section.name].factory, {"lr": section.lr, "momentum": section.momentum}

@@ -18,7 +18,6 @@ from segapp.scores import FOREGROUND, SCORES
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
-    """Return classes, colors and label map of a data section."""
     scheme = class_scheme(
         "list" if is_component(data.format) else data.format,  # the config names the classes
         classes=data.classes,
@@ -73,7 +72,6 @@ def px_bytes(pixels: PixelFormat, scheme: ClassScheme) -> int:
 
 
 def build_location(data: DataConfig) -> DataLocation:
-    """Return where the files of a data section are."""
     return DataLocation(
         data.format,
         data.root,

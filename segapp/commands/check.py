@@ -221,7 +221,6 @@ def _measure(
 
 
 def _pixel_lines(measured: PixelFormat | None) -> list[str]:
-    """Return the measured pixel format as lines of a config's `data` section."""
     if measured is None:
         return []
     low, high = PERCENTILES
@@ -276,7 +275,6 @@ def as_dict(
     measured: PixelFormat | None = None,
     files: tuple[Tree, list[list[str]]] | None = None,
 ) -> dict[str, Any]:
-    """Return the findings as plain values for `--json`."""
     findings = [finding for _, found in groups for finding in found]
     return {
         "errors": sum(f.severity == "error" for f in findings),
@@ -330,7 +328,6 @@ def print_report(
     scheme: ClassScheme,
     console: Console,
 ) -> None:
-    """Print tables of splits and classes, then the findings, errors first."""
     overview = Table("split", "pairs", "masks", "height x width, px", "ignored", box=None, pad_edge=False)
     for report in reports:
         sizes = [f"{height} x {width} ({n})" for (height, width), n in _by_count(report)]

@@ -60,7 +60,6 @@ def missing(findings: Sequence[Diagnosis]) -> list[str]:
 
 
 def report_lines(findings: Sequence[Diagnosis]) -> list[str]:
-    """Return the report as text: a line for each finding, then the commands to run, then the result."""
     width = max(len(finding.name) for finding in findings)
     lines, to_do = [], []
     for name, state, found, is_required, needed_for, fix in findings:
@@ -169,7 +168,6 @@ def _cuda() -> Iterator[Diagnosis]:
 
 
 def _device(index: int) -> Diagnosis:
-    """Return the finding of a CUDA device, on which a small computation is tried."""
     import torch
 
     facts = torch.cuda.get_device_properties(index)
@@ -235,7 +233,6 @@ def check_nvidia_smi(timeout_s: float = 10.0) -> Diagnosis:
 
 
 def check_disks() -> Iterator[Diagnosis]:
-    """Yield the findings of the file systems of runs, temporary files and shared memory."""
     yield _space("run disk", "runs", 5 * GIB, "checkpoints", "choose another folder with --run")
     yield _space(
         "temporary disk",

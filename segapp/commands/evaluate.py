@@ -162,7 +162,6 @@ def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset:
 def _build_settings(
     trained: TrainedModel, ensemble: EnsemblePredictor | None, options: EvalOptions
 ) -> EvaluationSettings:
-    """Return the settings for the mean of several networks, or for one network on the devices of the options."""
     settings = EvaluationSettings(
         trained.inference, trained.scheme.num_classes, trained.scheme.ignore_index, trained.device
     )
@@ -182,7 +181,6 @@ def _build_settings(
 
 
 def score_lines(scored: ScoredSplit) -> list[str]:
-    """Return the lines of the scores: classes, groups, and the means."""
     found, trained, groups, split = scored.found, next(iter(scored.networks.values())), scored.groups, scored.split
     lines = class_table(trained.scheme.names, found.scores)
     if groups:

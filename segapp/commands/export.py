@@ -76,7 +76,6 @@ def export_target(
 
 
 def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
-    """Return the format from `--format`, or else from the suffix of the file."""
     known: tuple[Format | Literal["safetensors"], ...] = (*get_args(Format), WEIGHTS)
     wanted = out.suffix.lower().removeprefix(".") if format is None else format
     chosen = next((name for name in known if name == wanted), None)

@@ -63,7 +63,6 @@ def families(names: list[ModelName]) -> list[str]:
 
 
 def table(facts: list[dict[str, Any]]) -> list[str]:
-    """Return measurements as lines of aligned columns."""
     rows = [("NETWORK", "PARAMETERS", "SIZE", "STRIDE")]
     for each in facts:
         if each["problem"] is not None:

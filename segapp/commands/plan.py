@@ -77,7 +77,6 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
-    """Return the lines that `segapp plan` prints."""
     gpus = ", ".join(f"{gpu.total_mib:.0f}" for gpu in plan.gpus)
     lines = [
         f"{plan.name}: batch {plan.batch_size} on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) > 1)} ({gpus} MiB), "

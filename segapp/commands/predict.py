@@ -64,7 +64,6 @@ def predict_target(networks: Sequence[str], files: Sequence[InputFile], out: Pat
 
 
 def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> OutputPlan:
-    """Return the files to write for each prediction."""
     plan = OutputPlan(
         out,
         predictor.scheme,
@@ -103,7 +102,6 @@ def parse_batch(text: str) -> int | None:
 
 
 def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predictor:
-    """Return the predictor of one network, or of the mean of several."""
     if len(networks) == 1:
         return _member(networks[0], options)
     if options.config is not None:

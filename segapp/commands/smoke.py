@@ -101,7 +101,6 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
 
 
 def _train_twice(config: RunConfig, folder: Path) -> int:
-    """Run the two trainings; return the first exit code that is not 0."""
     limit = ImageLimit(NUM_STEPS * config.train.accumulate, NUM_VAL)
     with contextlib.redirect_stdout(sys.stderr):
         code = run_session(TrainRequest(_shortened(config, 1), run=folder / "run", limit=limit))
@@ -132,7 +131,6 @@ def _shortened(config: RunConfig, epochs: int) -> RunConfig:
 
 
 def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
-    """Return the measurements of the two trainings, from their run folder and this process."""
     run = RunFolder(folder / "run")
     steps = _events(run.events, "step")
     resumed_step = _events(run.events, "run_start")[1]["resumed_from_step"]

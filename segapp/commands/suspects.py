@@ -230,7 +230,6 @@ def write_suspects(targets: Sequence[str], *, split: str | None, out: Path | Non
 
 
 def _finished_runs(target: str) -> list[str]:
-    """Return a run, or the finished runs of a sweep."""
     runs = runs_of(target)
     finished = [run for run in runs if run == target or run_state(Path(run)) == "finished"]
     if not finished:
@@ -287,7 +286,6 @@ def _judge(
     counts: ClassCounts,
     min_area_px: int | None,
 ) -> Iterator[JudgedImage]:
-    """Yield the judgment of each mask, and add the pixels to the counts."""
     predictor = predictor_of(trained)
     workspace = plan_workspace(predictor, "probabilities")
     ignored = trained.scheme.ignore_index

@@ -424,7 +424,6 @@ def train_runs(runs: Sequence[SweepRun], environments: Sequence[Mapping[str, str
 
 
 def _started(run: SweepRun, environment: Mapping[str, str]) -> TrainerProcess:
-    """Return the process that trains a run, new or resumed."""
     config = str(run.stored_config)
     request = plan_request(config, [], run.folder.path, "auto")
     resume = None if request.folder is None else str(run.folder.path)

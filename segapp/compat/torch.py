@@ -191,7 +191,6 @@ def rendezvous_members(handler: Any) -> list[str]:
 
 
 def rendezvous_round(handler: Any) -> int:
-    """Return the number of torch's own rounds of a rendezvous."""
     return int(handler._state_holder.state.round)
 
 

@@ -342,7 +342,6 @@ def kept_on_resume(own: RunConfig, asked: RunConfig) -> tuple[RunConfig, list[st
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return one line per key that differs: "train.epochs: 50 -> 80"."""
     pairs = _changed(before.model_dump(mode="json"), after.model_dump(mode="json"), "")
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in pairs]
 

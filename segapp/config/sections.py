@@ -262,7 +262,6 @@ class LossConfig(LossTerm):
         return self.align_corners is True
 
     def by_key(self) -> dict[str, LossTerm]:
-        """Return all terms by their keys: `loss`, `loss.plus.0` and so on."""
         return {"loss": self, **{f"loss.plus.{i}": term for i, term in enumerate(self.plus)}}
 
 

@@ -278,7 +278,6 @@ def _table(path: Path, scheme: ClassScheme) -> NDArray[np.int16]:
 
 
 def count_values(values: NDArray[Any]) -> dict[int, int]:
-    """Return value -> number of pixels."""
     if values.dtype == np.uint8:  # without sorting all of them
         counts = np.bincount(values.ravel())
         found = np.flatnonzero(counts)

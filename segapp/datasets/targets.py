@@ -382,7 +382,6 @@ def class_of_nodata(value: float, scheme: ClassScheme) -> str | None:
 
 
 def _ignored_ids(scheme: ClassScheme) -> list[int]:
-    """Return the values in mask files that are ignored."""
     if scheme.multilabel is not None:
         return [] if scheme.ignored_value is None else [scheme.ignored_value]
     ids = {file_id for file_id, to in (scheme.label_map or {}).items() if to == scheme.ignore_index}

@@ -55,7 +55,6 @@ class Hit(NamedTuple):
 
 @functools.cache
 def pages() -> tuple[Page, ...]:
-    """Return all pages in the order of the index."""
     found, group = [], ""
     for line in INDEX.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):

@@ -177,7 +177,6 @@ class DeviceCounter:
         self.notes: list[str] = []
 
     def add(self, batch: Batch | LargeBatch) -> None:
-        """Evaluate a batch and add its counts."""
         is_single = self.settings.is_single or not self.settings.fits(self.model, batch.images)
         images, target = batch.images, batch.target
         if is_single and isinstance(images, Tensor) and isinstance(target, Tensor):

@@ -274,11 +274,9 @@ class DeviceMemoryTracker:
                 self._is_left_out = is_left_out
 
     def end_step(self, sizes: Hashable) -> None:
-        """Record that a step with these sizes was made to its end."""
         self._finished_sizes.add(sizes)
 
     def reset_observed(self) -> None:
-        """Reset the observed peaks, for example when another split begins."""
         with self._lock:
             self._pop_peaks()
             for peaks in self._peaks.values():

@@ -93,7 +93,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and record the tensors it returns."""
         if self.is_skipped(func):
             return args[0] if isinstance(args[0], Tensor) else None
         workspace = self.workspaces[func](*args) if func in self.workspaces else ()

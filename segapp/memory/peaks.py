@@ -327,7 +327,6 @@ class PeakModel:
 
     @cached_property
     def _observed(self) -> list[list[Point]]:
-        """Samples and peaks of each device."""
         devices: list[list[Point]] = [[] for _ in range(max(map(len, self.measured), default=0))]
         for split, peaks in self.measured.items():
             for points, samples, peak in zip(devices, split, peaks, strict=False):

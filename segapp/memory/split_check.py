@@ -253,7 +253,6 @@ class SplitChecker:
         return replace(self, failed=frozenset({*self.failed, tuple(split)}), ceiling=ceiling)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for the events of a run."""
         return {
             **vars(self),
             "current": None if self.current is None else list(self.current),

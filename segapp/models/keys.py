@@ -70,7 +70,6 @@ class LoadReport:
         )
 
     def as_event(self) -> Weights:
-        """Return the report as a `weights` event."""
         keys = self.keys
         return Weights(
             source=self.source,

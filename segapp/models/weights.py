@@ -172,7 +172,6 @@ def _reason(error: Exception) -> str:
 
 
 def sha256_of(path: Path, key: str) -> str:
-    """Return the hexadecimal sha256 of a file that a key refers to."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -36,7 +36,6 @@ class Field:
     name: str = "it"
 
     def error(self, wanted: str) -> FieldError:
-        """Return the error for a value that is not what is wanted."""
         if isinstance(self.value, list | Mapping):
             said = f"a list of {len(self.value)}" if isinstance(self.value, list) else "an object"
         else:

@@ -335,7 +335,6 @@ def init_folder(request: InitRequest, *, as_json: bool) -> None:
 
 
 def as_dict(result: InitResult) -> dict[str, Any]:
-    """Return the findings and measurements of `init` as plain values for `--json`."""
     facts, content = result.facts, result.facts.content
     return {
         "configs": [shown(path) for path in result.configs],

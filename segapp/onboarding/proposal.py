@@ -104,7 +104,6 @@ def data_text(facts: Facts) -> str:
 
 
 def fingerprint_lines(found: Fingerprint, names: Sequence[str]) -> list[str]:
-    """Return the measurements of the masks as a table."""
     rows = [["class", "pixels", *(f"{grid_px} px" for grid_px in found.kept)]]
     for number, name in enumerate(names):
         kept = (dice[number] for dice in found.kept.values())
@@ -219,7 +218,6 @@ def _loss_lines(found: Fingerprint) -> Iterator[str]:
 
 
 def _data_lines(facts: Facts) -> Iterator[str]:
-    """Yield the lines on the locations of the files and the contents of the masks."""
     yield "data:"
     yield f"  format: {facts.format}"
     yield f"  root: {json.dumps(str(facts.root), ensure_ascii=False)}"

@@ -201,7 +201,6 @@ def print_comparison(found: Mapping[str, Any]) -> None:
 
 
 def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]]) -> Table:
-    """Return a table with a row per key and a column per run."""
     table = Table(box=None, pad_edge=False)
     table.add_column(heading, overflow="fold")
     for name in names:

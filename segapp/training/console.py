@@ -50,7 +50,6 @@ class PlainReporter:
         self._last_line_s = -1e9
 
     def handle(self, event: Event) -> None:
-        """Print an event if its type is shown."""
         match event:
             case RunStart():
                 self._show_start(event)

@@ -68,7 +68,6 @@ class Liveness:
         return self._spent_s[activity] + running_s
 
     def mark(self, phase: str) -> None:
-        """Record that the training thread enters a phase."""
         self.device_memory.mark(phase)
         self.report_progress(activity=phase)
 

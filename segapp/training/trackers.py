@@ -48,7 +48,6 @@ class TrackerListener:
         self._best: dict[str, float] = {}
 
     def handle(self, event: Event) -> None:
-        """Send the metrics of one event."""
         match event:
             case Step():
                 self._step = event.step

@@ -382,7 +382,6 @@ class Trainer:
         self.reporter.epoch_start(self._lr(self.position.step + 1))
 
     def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return the micro-batches of the next step."""
         began, size = time.perf_counter(), min(self.settings.accumulate, len(self.train_loader) - self.position.batch)
         self.liveness.report_progress(activity="read")
         group = [next(batches) for _ in range(size)]

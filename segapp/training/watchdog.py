@@ -77,7 +77,6 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Check the progress while the body runs."""
         looks = repeated("watchdog", self._look, self._look_s) if self.timeout_s > 0 else contextlib.nullcontext()
         with self._stacks, looks:
             yield

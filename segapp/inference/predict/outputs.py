@@ -124,7 +124,6 @@ class ImageOutputs:
         return [writer.path for writer in self._writers]
 
     def add(self, strip: Strip) -> None:
-        """Append the rows of a strip to every file."""
         if self._picture.missing is not None:
             hidden = in_all_bands(self._picture.missing[strip.rows])
             strip, self.hidden_px = replace(strip, hidden=hidden), self.hidden_px + int(np.count_nonzero(hidden))
@@ -291,7 +290,6 @@ class _Vectors(_Writer):
 
 
 def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
-    """Open and yield the files of an image."""
     scheme = plan.scheme
     if plan.polygons is not None and plan.polygons.format != "coco":
         yield _Vectors(plan.folder / "polygons", picture, scheme, plan.polygons)

@@ -59,7 +59,6 @@ class RecomputableBlocks:
         return is_new
 
     def forbid(self, problem: str) -> None:
-        """Let no other blocks be chosen from now on, because of a problem."""
         self.problem = problem
 
 

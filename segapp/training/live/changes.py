@@ -80,7 +80,6 @@ class Change:
 
     @property
     def names(self) -> frozenset[str]:
-        """The settings that it determines."""
         return frozenset(self.values) | (SPLIT_SETTINGS if SPLIT_SETTINGS & self.values.keys() else frozenset())
 
 
@@ -140,13 +139,11 @@ class Trial:
     """True once a full batch was trained with the split."""
 
     def to_state(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
         change = None if self.change is None else {**vars(self.change), "received": None}
         return {**vars(self), "change": change, "old": self.old.model_dump()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Trial:
-        """Return the trial of `to_state`'s values."""
         change = None if state["change"] is None else Change(**state["change"])
         return Trial(**{**state, "change": change, "old": LiveSettings(**state["old"])})
 

@@ -66,7 +66,6 @@ class CommandController:
 
     @property
     def settings(self) -> LiveSettings:
-        """The settings in force."""
         return self.record.settings
 
     def split_checker(self) -> SplitChecker:

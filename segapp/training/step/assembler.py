@@ -245,7 +245,6 @@ class StepAssembler:
         return model
 
     def _set_blocks(self, model: SegmentationModel, layout: StepLayout) -> None:
-        """Choose the blocks that each device recomputes."""
         wanted, num_devices = self.config.train.recompute, len(layout.devices) if layout.mode == "dp" else 1
         recomputed = layout.recompute
         if recomputed is None and wanted in ("off", "auto"):
@@ -395,7 +394,6 @@ class StepAssembler:
         criterion: AdditiveCriterion,
         precision: Precision,
     ) -> TrainedNetwork:
-        """Return `inner`, which contains the model, on its devices and divided as the mode requires."""
         device, batch_size = layout.devices[0], self.config.train.batch_size
         network: TrainedNetwork
         try:

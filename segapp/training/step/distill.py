@@ -187,7 +187,6 @@ class CriticTrainer(StepParticipant):
         return {"critic": critic | self.update.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the result of `state_dict`."""
         assert state is not None
         critic = state["critic"]
         self.critic.load_state_dict(critic["critic"])

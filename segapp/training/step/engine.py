@@ -297,7 +297,6 @@ class StepEngine:
         return next(filter(None, problems), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's part of a checkpoint."""
         state: dict[str, Any] = {
             "model": self.model.without_base(self.model.state_dict()),
             "criterion": self.criterion.state_dict(),
@@ -313,7 +312,6 @@ class StepEngine:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         if self.model.frozen_parameters and not state["is_frozen"]:
             self.unfreeze()
         self.model.load_state_dict(state["model"])

@@ -104,7 +104,6 @@ class WeightUpdate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         if self.average is not None:
             self.average.load_state_dict(state["ema"])
         self.optimizer.load_state_dict(state["optimizer"])
