@@ -167,6 +167,7 @@ def check_split(
         'gpu0_bsz=9 is more than the batch of 8: use 0 to 8'
     """
     try:
+        # A full batch of 0 would be refused as a wrong argument; the reason below names the key of the config.
         split = plan_chunks(batch_size, num_devices, gpu0_bsz, shares=shares, full_batch=batch_size or None)
     except (TypeError, ValueError) as error:
         return SplitCheck(None, (str(error),))
@@ -201,6 +202,7 @@ def check_request(
             raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
     if shares is not None:
         shares = check_list("shares", shares, "the samples of each device, in device order")
+        # Each entry is checked first, so that a wrong one is named by its position.
         shares = [check_count(f"shares[{i}]", share) for i, share in enumerate(shares)]
         if gpu0_bsz is not None:
             raise ValueError(f"gpu0_bsz={gpu0_bsz} and shares={shares} exclude each other: one of them must be None")
@@ -249,6 +251,7 @@ def check_positive(name: str, value: object) -> None:
 
 def check_number(name: str, value: Any, *, least: float = 0.0, most: float = math.inf, above: bool = False) -> float:
     """Return a finite number from `least` to `most`, or above `least`; raise ValueError for anything else."""
+    # True would otherwise count as 1, and infinity as a number without a limit.
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if is_number and least <= value <= most and not (above and value == least):
         return float(value)

@@ -253,6 +253,7 @@ def sweep(
     others continue, and the exit code is 1. For schedulers: --dry-run lists the runs, and --only trains one of them and
     exits with its code.
     """
+    # Before the imports, which take seconds: these signals would end the process, and with it the job.
     _ignore_early_signals()
     if json_out and not dry_run:
         raise ConfigError("--json prints the list of the runs: add --dry-run, or use segapp compare SWEEP --json")
@@ -266,6 +267,7 @@ def sweep(
         return
     if only is None:
         sys.exit(run_sweep(words or [], config or [], jobs))
+    # The training runs in this process, and must not end with the reader of its output.
     outlast_readers()
     sys.exit(train_one(words or [], config or [], only))
 
@@ -336,10 +338,12 @@ def evaluate(
     """
     from segapp.assembly.paths import check_data_of
 
+    # To typer, --json is a flag, so the file is one of the words.
     json_file = next((word for word in targets if json_out and word.endswith(".json")), None)
     if [json_file] == targets:
         raise ConfigError(f"--json {json_file} is the file to write: also name a run or a checkpoint")
     targets = [word for word in targets if word != json_file]
+    # A run that is missing is reported before torch is imported, which takes seconds.
     if config is None:
         check_data_of(targets, data_root, split)
     from segapp.commands.evaluate import EvalOptions, evaluate_target

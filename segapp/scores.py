@@ -152,6 +152,7 @@ def scores_text(
             parts.append(f"{score.title} {shown} over {of_classes(*over, 'foreground classes')}")
         elif name == "miou" and over is not None:
             parts.append(f"{score.title} {shown} over {of_classes(*over)}")
+        # The background fills most pixels, so the accuracy is high even if the class is never found.
         elif name not in FOREGROUND and not (name == "pixel_accuracy" and len(foreground) == 1):
             parts.append(f"{score.title} {shown}")
     return "  ".join(parts)

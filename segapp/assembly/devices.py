@@ -72,6 +72,7 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
             key="parallel.mode",
             value=mode,
         ).see("several-gpus")
+    # Each rank would otherwise train the whole run.
     if is_launched() and mode != "ddp":
         raise ConfigError(
             f"parallel.mode = {mode} under torchrun: use ddp or auto, or start segapp without torchrun",

@@ -314,6 +314,8 @@ def with_weights_defaults(config: RunConfig, file: Path | None = None) -> tuple[
     initial = model.weights or model.weights_backbone
     if data.mean and data.std and is_aligned != "auto":
         return config, ()
+    # Only `model.weights` may name a run: `imagenet` as weights of the backbone is no run that happens to have this
+    # name.
     files = [str(each) for each in (file, initial) if each and (each == model.weights or Path(each).is_file())]
     saved, notes = next(filter(None, map(saved_config, files)), None), []
     if saved is not None and saved.data.mean and saved.data.std:
@@ -327,6 +329,7 @@ def with_weights_defaults(config: RunConfig, file: Path | None = None) -> tuple[
     if is_aligned == "auto":
         whole = file or model.weights
         if saved is not None:
+            # Weights of a backbone say nothing about the upsampling of the logits.
             is_aligned, why = whole is not None and saved.loss.is_aligned, "were trained with it"
         else:
             is_aligned = whole is not None and model.library == "smp" and _has_head_of_smp(str(whole))

@@ -212,9 +212,12 @@ class CheckpointSaver:
             self.begin(is_last=True)
             if self.wait():
                 return
+            # Both answers are exchanged: a rank that left the loop on its own would leave the others waiting in
+            # `begin`.
             if not self._ranks.from_main(self._waits_for_space()) or self._ranks.any_of(self._is_stopped())[0]:
                 break
             again_s = time.monotonic() + _SPACE_LOOK_S
+            # A stop request must not wait for the end of the pause.
             while time.monotonic() < again_s and not self._is_stopped():
                 time.sleep(0.1)
         if is_required and self._problem is not None:

@@ -142,7 +142,10 @@ def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], place: str) -> Any:
     """Return a copy of the containers with `tensor` applied to every tensor."""
     kind = type(value)
     if kind in _PLAIN:
+        # Pickle writes an object once and then refers to it, so equal states have equal bytes only with one object per
+        # text.
         return sys.intern(value) if kind is str else value
+    # Subclasses are refused: a file that is read with `weights_only` cannot hold their classes.
     if kind in (Tensor, torch.nn.Parameter) or isinstance(value, torch.nn.Buffer):
         return tensor(value)
     if kind is dict or kind is OrderedDict:
@@ -151,6 +154,7 @@ def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], place: str) -> Any:
             if type(key) not in _PLAIN:
                 raise TypeError(f"{place} has a key of type {_type_name(key)}: a checkpoint holds plain keys")
             copied[sys.intern(key) if type(key) is str else key] = _mapped(child, tensor, f"{place}[{key!r}]")
+        # Without the versions of the modules, `load_state_dict` would convert the tensors as if they were old.
         metadata = getattr(value, STATE_DICT_METADATA, None)
         if metadata is not None:
             setattr(copied, STATE_DICT_METADATA, _mapped(metadata, tensor, f"{place}.{STATE_DICT_METADATA}"))

@@ -196,6 +196,7 @@ def load_to_resume(
     main_checkpoint, num_bytes = facts
     path = main_checkpoint.file.resolve()
     machines = ranks.gather(machine_id())
+    # The hash needs the whole file, which the ranks of a machine would otherwise read several times.
     is_first = machines.index(machines[ranks.rank]) == ranks.rank
     problem: SegappError | None = None
     if loaded is None:
@@ -211,6 +212,7 @@ def load_to_resume(
                 f"rank 0 ({reason_of(error)}): put it on a file system that all machines share",
                 path=main_checkpoint.file,
             )
+    # Every rank raises it, because the others would wait for the failed one in the next collective.
     if problem := ranks.first_of(problem):
         raise problem
     return loaded
@@ -281,11 +283,13 @@ def _load_newest_intact(store: CheckpointFolder, read: Reader, *, is_holder: boo
             damaged.append(entry)
             messages.append(f"{label} {error}")
         except (OSError, CheckpointError) as error:
+            # A file that cannot be read now may be intact, so it is not set aside.
             messages.append(f"{label} cannot be used: {reason_of(error)}")
         else:
             messages += _alias_messages(store, manifest, entry, is_holder)
             if entry is not manifest.entries[0]:
                 messages.append(f"went back to {label}")
+            # Nothing is moved before an intact checkpoint is found: the damaged files may be all that is left.
             if is_holder:
                 messages += store.quarantine(damaged) if damaged else store.repair_aliases()
             name = next(iter(manifest.names_of(entry)), None)

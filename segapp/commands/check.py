@@ -89,6 +89,7 @@ def check_data(config: RunConfig, *, as_json: bool, pictures: Path | None = None
             threads=max(1, round(usable_cores())),
             progress=lambda: progress(next(read)),
         )
+    # A sample cannot be made without the range that the config lacks.
     if problem is None:
         before += _check_samples(config, scheme, reports[0], pictures)
     files = None if is_component(data.format) else _files(data, splits)
@@ -339,6 +340,7 @@ def print_report(
     console.print(_class_table(reports, scheme, suggested_weights(reports[0], scheme)))
     notes = [report.ignored for report in reports if report.ignored is not None]
     for line in ["", *notes] if notes else []:
+        # As a plain string, brackets in a class name would be markup.
         console.print(Text(printable(line)), soft_wrap=True)
     for severity in ("error", "warning"):
         found = [group for group in groups if group[1][0].severity == severity]

@@ -180,6 +180,7 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
         chosen = [(name, kind, {})]
     if not chosen:
         raise ConfigError(f"give MODULE:FACTORY with its kind, --as {'|'.join(CHECKS)}, or --config FILE that names it")
+    # The name on the command line is the consent to run the code.
     if name is not None:
         accept_code([NamedCode(part, options) for part, _, options in chosen])
     return max(_check(*each, config) for each in chosen if kind in (None, each[1]))

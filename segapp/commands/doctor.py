@@ -63,6 +63,7 @@ def report_lines(findings: Sequence[Diagnosis]) -> list[str]:
     width = max(len(finding.name) for finding in findings)
     lines, to_do = [], []
     for name, state, found, is_required, needed_for, fix in findings:
+        # With a fix, the list below says what it is needed for.
         affected = f" (affects {needed_for})" if needed_for and not fix else ""
         lines.append(printable(f"{name:<{width}}  {state:<7}  {found}{affected}"))
         if fix:
@@ -146,6 +147,7 @@ def _cuda() -> Iterator[Diagnosis]:
 
     from segapp.accelerator import CUDA, GPUS
 
+    # torch only warns about a driver that is broken or too old, and then counts no GPU.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

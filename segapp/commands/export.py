@@ -45,6 +45,7 @@ def export_target(
         ConfigError: the format is unknown or does not support an option, or a package is missing.
         RunError: the network cannot be exported, or the output of the file differs from the network's.
     """
+    # Wrong options are refused before the network is loaded, which takes a while.
     chosen = _format(out, format)
     if chosen == WEIGHTS and (argmax or size):
         option = "--argmax" if argmax else "--size"
@@ -61,6 +62,7 @@ def export_target(
         raise ConfigError(f"--argmax: {printable(target)} has several classes per pixel: leave it out")
     info = _info(trained, argmax=argmax, size_px=size_px, opset=opset)
     if chosen == WEIGHTS:
+        # The file may be given to others, and the address of a tracker may hold a password.
         text = without_secrets(json.dumps(trained.config.model_dump(mode="json")))
         num_tensors = write_weights(trained.model, info, out, {CONFIG_KEY: text})
         print(

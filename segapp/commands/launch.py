@@ -289,13 +289,16 @@ class RunPolicy:
         Unless the code belongs to the first error, the one in the run's end counts.
         """
         now = read_course(self._request.run)
+        # An end from before this round belongs to an earlier training.
         end = now.end if now.end != self._before.end else None
         if end is not None and end.get("exit_code") is not None and not is_cause:
             code = int(end["exit_code"])
+        # The ranks were stopped to start again with other machines, so the run has not ended.
         if regroups and code in (EXIT_STOPPED_AND_SAVED, 143) and (end or {}).get("stopped_by") != "command":
             return None
         if not can_do_better(code, self._before, now, self._num_rounds - 1):
             return code
+        # A new checkpoint is progress, after which the count begins again.
         self._num_vain = 1 if now.step != self._before.step else self._num_vain + 1
         if self._num_vain > self._request.max_restarts:
             _say(f"exit code {code}: no restarts are left: the last {self._num_vain - 1} brought no new checkpoint")

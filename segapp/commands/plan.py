@@ -70,6 +70,7 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
         if found is None or unit_mib is None or not (int(found["count"] or 1) and float(found["size"])):
             raise ConfigError(f"--gpus {text}: {word.strip()!r} is not a size above 0 with MiB or GiB: {_EXAMPLE}")
         count, size_mib = int(found["count"] or 1), float(found["size"]) * unit_mib
+        # Before the list is made, because a count of many digits would fill the memory.
         if len(gpus) + count > MAX_GPUS:
             raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
         gpus += [GpuSpec(size_mib)] * count

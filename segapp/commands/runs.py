@@ -106,6 +106,7 @@ def _device(facts: Mapping[str, Any]) -> str:
         words.append(f"{facts['utilization']:.0%} busy")
     if facts["temperature"] is not None:
         words.append(f"{facts['temperature']:.0f} degrees")
+    # The machine gave this name itself, so it may hold control characters.
     where = f"{printable(facts['machine'])} " if facts["machine"] else ""
     return f"{where}{facts['device'] or facts['uuid'] or '?'}  {', '.join(words)}"
 

@@ -253,6 +253,7 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
         counts = counts or ClassCounts(trained.scheme.num_classes)
         data, chosen = trained.config.data, split or split_names(trained.config.data)[1]
         dataset = trained.dataset(chosen)
+        # A network has learned the masks that it was trained on, and would agree with their errors.
         own = {_key(pair): pair.image for pair in build_pairs(data, split_names(data)[0])}
         trained_on |= own
         places = [

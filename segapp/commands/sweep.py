@@ -166,6 +166,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> tuple[Path, list
     files = [file for pattern in [*configs, *files] for file in _matching(pattern)]
     if not files:
         raise ConfigError("--config FILE is missing: name a config; the same command continues a sweep")
+    # The runs of a config have its name in their folders.
     bases = {find_config(file).stem: file for file in files}
     if len(bases) < len(files):
         raise ConfigError("two configs have the same name: rename one of them")
@@ -176,6 +177,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> tuple[Path, list
     common = _common_momentum(loaded)
     first = [next(config for (label, _), config in zip(grid, loaded, strict=True) if label == each) for each in bases]
     differing = {line.partition(":")[0] for config in first[1:] for line in changed_keys(first[0], config)}
+    # Folds are repetitions of a setting, over which the table takes the mean; other configs are settings.
     kind = "fold" if differing <= {"name", *FOLD_KEYS} else "config"
     varying = {key for key, values in axes.items() if len(values) > 1}
     runs: dict[str, SweepRun] = {}
@@ -184,6 +186,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> tuple[Path, list
         name = run_name([*own.values()], {key: value for key, value in settings.items() if key in varying}, runs)
         overrides = [f"{key}={text}" for key, text in settings.items()]
         values = dict(zip(settings, parse_overrides(overrides).values(), strict=True))
+        # With auto, runs of different lengths would also differ in their momentum, which the table does not show.
         if common and config.train.bn_momentum == "auto":
             overrides, config = [*overrides, common], load_config(bases[label], [*overrides, common])
         given = ["--config", bases[label], *overrides]

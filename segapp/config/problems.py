@@ -74,6 +74,7 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
     path: list[str] = []
     model: Any = RunConfig
     for part in loc:
+        # pydantic appends the types of a union, such as `list[int]`, which are no keys of the file.
         if isinstance(part, str) and model is None and not part.isidentifier():
             break
         path.append(str(part))
@@ -81,6 +82,7 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
             is_field = part in model.model_fields
             model = section_of(model, part) if is_field else None
             if is_field and model is None and part not in LISTS_OF_SECTIONS:
+                # Below a value, only positions of a list are in the file; below `options`, every part is.
                 rest = loc[len(path) :]
                 return (*path, *(str(step) for step in rest if isinstance(step, int) or part == "options"))
     return tuple(path)
@@ -356,9 +358,11 @@ def _problems_of_lists(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.value_range", f"{pair} is not [lowest, highest]: the second must be larger"
     num_bands = _num_bands(config)
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
+        # From three values, `per_band` derives the others.
         if values is not None and len(values) not in {3, num_bands}:
             yield key, f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
     yield from _label_map_problems(data)
+    # The mode of auto depends on the devices; `check_mode` is called when it is known.
     if mode != "auto":
         yield from ((feature.key, feature.problem(mode)) for feature in unsupported(config, mode))
     for path, term in loss.by_key().items():

@@ -120,6 +120,7 @@ def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[...
             kind = type(found).__name__
             raise ConfigError(f"{what} is a {kind}: name a class or a function that creates the component")
         return found  # type: ignore[no-any-return]
+    # Errors from inside the component do not know the key that names it.
     except ConfigError as error:
         error.key, error.value = key, name
         raise

@@ -334,10 +334,12 @@ def summary_of_ids(unknown: UnknownIds) -> str:
 def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> str:
     """Return the likely cause of ids outside the classes, and the fix; `present` has all ids of the masks."""
     last = scheme.num_classes - 1
+    # With a map, the ids of the files are known, and a guess at their origin would mislead.
     if scheme.label_map is not None:
         return f"Add them to data.label_map, mapped to a class or to ignore_index={scheme.ignore_index}"
     if present <= {0, 255}:
         return "A black and white mask: set data.label_map to {255: 1}"
+    # 257 is 65535 / 255, the factor with which programs widen 8 bits to 16.
     if all(value % 257 == 0 for value in present):
         return "8-bit ids were scaled to 16 bits when saved: export the masks as 8-bit PNG"
     if unknown == {last + 1} and 0 not in present:
@@ -350,6 +352,7 @@ def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> s
         )
     if unknown == {255}:
         return "255 usually marks ignored pixels: set data.ignore_index to 255, or map it in data.label_map"
+    # Cityscapes has the label ids 0 to 33 for 19 classes that are evaluated.
     if max(present) <= 33 and scheme.num_classes == 19:
         return "These look like Cityscapes label ids: use format cityscapes, or map them in data.label_map"
     if max(present) <= 255 and min(unknown) > last and len(present) <= 2 * scheme.num_classes:

@@ -195,6 +195,7 @@ def read_targets(
     step = max(1.0, cost * total_px / CHEAP_PX)
     chosen = [int(i * step) for i in range(int((len(masked) - 1) // step) + 1)] if masked else []
     others = sorted(set(range(len(masked))).difference(chosen))
+    # Masks next to each other in a list are alike; with a fixed seed, every start and every rank reads the same ones.
     random.Random(0).shuffle(others)
     found: dict[int, MaskCounts] = {}
     while True:
@@ -206,6 +207,7 @@ def read_targets(
         is_searched = not is_training or is_long or not classes_absent(targets, scheme)
         if not others or (problem is None and is_searched) or (is_long and cost > 1):
             break
+        # The parts grow, because all counts are summed again after each.
         more = max(8, len(found) // 4)
         chosen, others = others[:more], others[more:]
     if problem is not None and not others:
@@ -361,6 +363,7 @@ def ignored_values(targets: Targets, scheme: ClassScheme) -> str:
         found.append(f"nodata of the masks ({', '.join(f'{value:.7g}' for value in nodata)})")
     values = [value for value in _ignored_ids(scheme) if value not in nodata]
     named = f"value{'s' * (len(values) > 1)} {some_names([*map(str, values)], _MAX_NAMED)}"
+    # Nodata and the outside explain every ignored pixel, so no value in the masks is named.
     if counts.ignored_px and not targets.ignored_by_masks_px:
         pass
     elif scheme.rgb:

@@ -316,11 +316,13 @@ class PeakModel:
         fixed = self._fixed_mib[device] if device < len(self._fixed_mib) else None
         if fixed is None:
             return Peak(None, "unknown")
+        # Without samples there is no replica on the device, so the line through samples does not hold.
         idle = [mib for count, mib in self._observed[device] if not count]
         if self._basis != "bound":
             mib = max(idle) if idle and not samples else fixed + self._slope_mib * samples
             return Peak(mib, self._basis)
         observed_samples, observed_mib = max(self._points[device])
+        # A part of the peak is fixed, so more samples need at most the proportional amount, and fewer at most the peak.
         if samples <= observed_samples:
             return Peak(max(idle) if idle and not samples else observed_mib, "bound")
         return Peak(observed_mib * samples / observed_samples, "bound") if observed_samples else Peak(None, "unknown")

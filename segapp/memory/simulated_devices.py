@@ -179,6 +179,7 @@ def _attention(
     if query.dim() != 4 or query.dtype == torch.float64 or options.get("enable_gqa"):
         return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # The kernels add the mask to the products, so one of bools is copied.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     has_gradient, is_trained_mask = (
         torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
@@ -189,6 +190,7 @@ def _attention(
         kernel = attention_efficient
         if attn_mask is not None:
             num_keys = key.shape[2]
+            # The kernel needs aligned rows, and gets a view of a wider copy.
             if num_keys % _MASK_ALIGNMENT:
                 attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
             attn_mask = attn_mask.expand(*query.shape[:3], num_keys)

@@ -160,8 +160,10 @@ class SplitChecker:
 
         Predictions that are upper bounds warn but do not forbid.
         """
+        # A failure counts more than any prediction.
         if self.ceiling is not None and split[0] >= self.ceiling:
             return "won't fit", f"device 0 ran out of memory with {self.ceiling} samples: use fewer"
+        # A share of such a device's memory would be negative or infinite.
         full = next((i for i, total in enumerate(self.usable_mib) if total is not None and total <= 0), None)
         if full is not None:
             return "won't fit", f"device {full} has less memory than the driver's context and other processes need"
@@ -202,7 +204,7 @@ class SplitChecker:
             return None
         candidates = self._candidates()
         for peaks, source in self._rated_by():
-
+            # The default binds this model, because the function is also called after the loop has moved on.
             def rate(split: Split, peaks: PeakModel = peaks) -> list[float]:
                 return [(mib or 0.0) / total for mib, total in zip(peaks.peak_mib(split), totals, strict=True)]
 

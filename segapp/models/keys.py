@@ -176,6 +176,7 @@ def check_complete(keys: KeyMap, found: Shapes, required: Sequence[str], backbon
         key = "model.weights" if set(lacking) <= {*keys.classifier} else "model.weights_backbone"
         raise CheckpointError(f"{problem}; train with it as {key}{advice}")
     taken = {name: there for name, there in keys.taken.items() if name.startswith(backbone)}
+    # All tensors are there, but the last block would get the weights of one in the middle.
     if further := _further_blocks(taken, found):
         problem = f"is of a deeper backbone, with further blocks: {some_names(further)}"
         raise CheckpointError(f"{problem}; give weights of this {what}, change the model{advice}")

@@ -203,10 +203,12 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
             content: Any = load_file(path, device="cpu")
     else:
         content = _read_torch(path, key)
+    # A bound, because a pickled dict may contain itself.
     for _ in range(4):
         if not isinstance(content, Mapping):
             break
         inner = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
+        # No key is a usual one: the only dict of tensors is meant.
         if not inner and not _tensors_in(content):
             inner = [name for name, value in content.items() if isinstance(value, Mapping) and _tensors_in(value)]
             if len(inner) > 1:

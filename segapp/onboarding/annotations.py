@@ -282,12 +282,14 @@ def find_label_studio(tree: Tree) -> Layout | None:
     """Return the conversion of Label Studio's JSON: the first annotation of a task with objects, unless canceled."""
     found = Annotations(tree, "label-studio", "Label Studio", _draw_label_studio, _label_of_region, unit="percent")
     for path, content in json_files(tree, list):
+        # Folders hold lists in JSON that are no tasks.
         if not any(isinstance(task, dict) and {"data", "annotations"} <= task.keys() for task in content.value):
             continue
         empty = []
         for number, one in enumerate(content.value):
             task = Field(one, f"{shown(path)}: task {number} ")
             made = [one for one in task["annotations"].items() if not one.get("was_cancelled").is_true()]
+            # A task that was skipped says nothing about its image.
             if not made:
                 continue
             drawn = ((at, regions) for at, one in enumerate(made) if (regions := _regions(one["result"])))

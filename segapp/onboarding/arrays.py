@@ -173,6 +173,7 @@ def _pairs_of(tree: Tree, image: _Side, mask: _Side, *, several: bool) -> Iterat
             f"images/{name}.{ending}",
             mask.path if mask.dtype is None else f"masks/{name}.png",
             split_said(image.path),
+            # The slices of a volume are alike, and must not be divided between training and validation.
             scene=(stem,) if is_stack and several else (),
             drawing=drawing,
         )

@@ -99,6 +99,7 @@ def read_table(text: str, source: str) -> ClassFile | None:
     >>> read_table("name,r,g,b\nroad,128,64,128", "").colors
     {(128, 64, 128): 'road'}
     """
+    # Spreadsheets separate by semicolons in languages whose decimal point is a comma.
     separator = ";" if ";" in text.partition("\n")[0] else ","
     lines = csv.reader(io.StringIO(text), delimiter=separator)
     rows = [row for cells in lines if any(row := [cell.strip() for cell in cells])]
@@ -109,6 +110,7 @@ def read_table(text: str, source: str) -> ClassFile | None:
     rgb_at = [_column(header, letter, word) for letter, word in (("r", "red"), ("g", "green"), ("b", "blue"))]
     id_at = _column(header, "pixel value", "id", "value", "class_id", "index", "pixel_value", "label_id", "train_id")
     if name_at is None:
+        # Without a header, only a table in which each row is an id and a name is about classes.
         if not all(len(row) == 2 and re.fullmatch(r"\d+(\.0+)?", row[0]) for row in rows):
             return None
         return _class_file(source, [row[1] for row in rows], [row[0] for row in rows])

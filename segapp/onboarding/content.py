@@ -184,6 +184,7 @@ def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.in
         pixels = np.asarray(image.convert("RGB")) if is_colored else unscaled(np.asarray(image), image, data)
     if pixels.ndim == 3:
         return pixels, nodata, image
+    # A nodata value that is an id may be a class, so its pixels are counted first.
     is_counted = nodata is None or is_id(nodata)
     pixels, is_missing = whole_ids(pixels, path, None if is_counted else nodata)
     pixels = np.where(is_missing, IGNORED, pixels) if is_missing.any() else pixels

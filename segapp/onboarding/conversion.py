@@ -302,6 +302,7 @@ def write_files(
     for pair in tqdm(layout.pairs, "writing", unit="image", disable=None, leave=False):
         assert pair.drawing is not None
         origin = pair.drawing.origin
+        # a.jpg and a.png would share a mask file.
         if pair.mask in masks:
             problems.append(f"{origin}: another image has the mask {shown(pair.mask)}: rename the image")
             continue
@@ -319,6 +320,7 @@ def write_files(
             with storage_errors(path):
                 if path.parent not in made:
                     path.parent.mkdir(parents=True, exist_ok=True)
+                    # An earlier call may have been killed while it wrote here.
                     remove_dead_temporaries(path.parent)
                     made.add(path.parent)
                 write_atomic(path, data)

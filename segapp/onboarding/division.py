@@ -138,6 +138,7 @@ def _columns(columns: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
         is_position = all(word.isdigit() for word in column) and math.gcd(*map(int, column)) >= _LEAST_STEP_PX
         kind = f"word {number + 1} of the name" if number else "beginning of the name"
         runs = [_WORD, r"[^\W\d_]+(?=\d+$)", r"\d+(?=[^\W\d_]+$)"]
+        # As a whole, the last word that varies would make each image a group.
         for run in runs if number != varying[-1] else runs[1:]:
             found = [match for word in column if (match := re.match(run, word))]
             groups = tuple(match[0] for match in found)
@@ -257,6 +258,7 @@ def divided(
     if folds is not None:
         return _in_folds(rest or pairs, group, folds, seed, tiles_of(rest or pairs))
     has_options = share is not None or group is not None
+    # Published test images serve for validation, unless the user asks for a share of the training images.
     if "train" in splits and ("val" in splits or (test and not has_options)):
         if has_options:
             raise ConfigError(

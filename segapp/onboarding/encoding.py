@@ -128,6 +128,7 @@ def _refuse_instances(content: MaskContent, stored: Sequence[Value], choices: Ma
     values = [value for value in stored if isinstance(value, int)]
     high = [value for value in values if value >= _INSTANCE_STEP]
     lone = sum(content.masks_with[value] == 1 for value in stored)
+    # Instances are counted from 1 in each image, so the largest value differs from mask to mask.
     counting = Counter(max(own) for own in content.values_of.values() if own | {0} == {*range(len(own | {0}))} != {0})
     look = ""
     if len({value // _INSTANCE_STEP for value in high}) < len(high):
@@ -161,10 +162,12 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
             f"the masks were smoothed or saved with loss: {content.percent(rest)} are neither 0 nor {white}, but "
             f"{len(rest)} values between; {CLEANING}"
         )
+    # 1, 2 and so on between 0 and 255 are classes, and 255 is void.
     are_ids = rest == [*range(1, len(rest) + 1)]
     is_noise = share <= min(MAX_UNSAID, content.share([white]) / 20) and not are_ids
     if not (is_smoothed or is_noise or all(is_stray(content, value) for value in rest)):
         return None
+    # Only some masks were read, and others may hold any value between.
     strays = rest if len(rest) < 16 or white > 255 else list(range(1, 255))
     names, reason, source = _names_of_two(files, masks)
     return Classes(
@@ -207,6 +210,7 @@ def _sorted_out(
         common = content.values.keys() - {*strays}
         if max(common, default=0) <= IGNORED and not _is_255_class(content, files, choices):
             void = {IGNORED}
+        # A rare value next to the frequent ones is a rare class, and one far beyond them an error.
         largest = 2 * len(common - void) + 3
         strays = [one for one in strays if one > largest and one not in void]
     stored = [one for one in found if one not in void and one not in strays]
@@ -355,6 +359,7 @@ def read_classes(
     others = {one for one in content.pixels if one not in nodata and not is_stray(content, one)}
     are_enough = choices.unlabelled != "class" and (len(others - {IGNORED}) >= 2 or others == {0, IGNORED})
     void = [one for one in nodata if are_enough and one != IGNORED and not _is_named(one, content, files)]
+    # A copy, because the shares in the notes are shares of all pixels.
     with_data = replace(content, values=content.values.copy(), colors=content.colors.copy())
     for one in void:
         del with_data.values[one], with_data.colors[one]

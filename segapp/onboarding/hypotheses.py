@@ -341,6 +341,7 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
     pairs, unpaired, used = [], [], set()
     labelled = {file.split for file in masks.files} if has_splits else None
     for file in images.files:
+        # Test images are often published without masks, which does not count against a hypothesis.
         if labelled is not None and file.split not in labelled:
             continue
         key = naming.image_key(file)
@@ -352,9 +353,11 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
             pairs.append(Pair(file.path, matches[0].path, split_file.split, scene))
         else:
             unpaired.append(file.path)
+    # A file that is the mask of another one is no image.
     unpaired = [path for path in unpaired if path not in used]
     pairs = [pair for pair in pairs if pair.image not in used]
     coverage = len(pairs) / max(1, len(pairs) + len(unpaired))
+    # Of a video few frames have a mask, but nearly every mask has a frame.
     is_sparse = coverage < 0.9 and len(pairs) >= _MIN_SPARSE and len(used) >= _SPARSE_USED * len(masks.files)
     if not pairs or (coverage < MIN_COVERAGE and not is_sparse):
         return None

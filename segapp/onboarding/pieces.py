@@ -242,10 +242,12 @@ def _named_classes(tree: Tree, by_image: Files, images: Sequence[str]) -> Layout
     scenes = {part for path in images for part in path.split("/")[:-1]}
     if len(classes) < 2 or scenes & classes.keys() or not all(classes.values()):
         return None
+    # So many names are numbers of objects.
     if len({*classes.values()}) < len(classes) or len(classes) > max(2, len(by_image) * 2):
         return None
     samples = evenly_spread([own for own in by_image.values() if len(own) > 1], _NUM_DECODED)
     probes = [probe(tree.root / path) for own in samples for path in list(own.values())[:4]]
+    # The mask of one class has two values.
     if not probes or any(one is None or (one.num_values or 0) > 2 for one in probes):
         return None
     share = overlap_share([_plane(tree.root / path) for path in own.values()] for own in samples)
@@ -346,6 +348,7 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
     runs = next((i for i in named if any(_RUNS.fullmatch(row[i]) for row in looked)), None)
     if runs is None:
         return None
+    # Programs name the column of the images in many ways, but its cells are images of the folder.
     shares = {i: mean(images.find(row[i], path) is not None for row in looked) for i in range(len(head)) if i != runs}
     column = max(shares, key=lambda i: shares[i])
     if shares[column] < _MIN_FOUND:
@@ -358,6 +361,7 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | Non
             raise ValueError(f"{shown(path)}: row {number} has {problem}: complete or remove it")
         name, text = row[classes[0]] if classes else "", row[runs].strip()
         sides = (row[names.index(side)] if side in names else None for side in ("height", "width"))
+        # pandas writes a column of whole numbers as floats if a cell is missing.
         name = "" if name.strip().lower() in NO_NAMES else re.sub(r"^(-?\d+)\.0+$", r"\1", name.strip())
         rows.append((row[column], name, "" if text.lower() in _EMPTY else text, size_said(*sides)))
     return rows

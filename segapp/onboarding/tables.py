@@ -134,6 +134,7 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> Layout | None:
                     )
                 if earlier is None or earlier.split is None:
                     pairs[pair.image] = pair
+        # A column with the same few files in all rows does not hold the masks.
         if pairs and len({pair.mask for pair in pairs.values()}) > len(pairs) / 2:
             evidence = [f"{', '.join(used)}: {len(pairs)} pairs of image and mask"]
             if left_out := num_rows - len(pairs):
@@ -157,6 +158,7 @@ def _pair_columns(table: Table, find: Find) -> tuple[int, int] | None:
     images.sort(key=lambda number: not found[number].is_image)
     if masks and images:
         return images[0], masks[0]
+    # Lists without a header name the image first.
     return (images[0], images[1]) if len(images) == 2 and not found[images[1]].is_image else None
 
 
@@ -224,6 +226,7 @@ def _said_by(table: Table, names: _NamedPairs) -> tuple[_Said, list[str]]:
 
 def _divided(layout: Layout, lists: Mapping[str, _Said]) -> Layout | None:
     """Return the layout with the splits of lists; None if they do not divide it."""
+    # A list trainval repeats the images of train and val, and would put them into both.
     plain = {path: pairs for path, pairs in lists.items() if not is_trainval(PurePosixPath(path).stem)}
     if {"train", "val"} <= {split for pairs in plain.values() for split, _ in pairs}:
         lists = plain
@@ -238,6 +241,7 @@ def _divided(layout: Layout, lists: Mapping[str, _Said]) -> Layout | None:
     evaluated = said.get("val") or said["test"]
     if both := sorted(said["train"] & evaluated):
         raise DataError(_overlap(both))
+    # The later splits win, because a list of test images may repeat images for training.
     splits = {image: split for split in ("test", "val", "train") for image in said.get(split, ())}
     divided = tuple(replace(p, split=splits[p.image]) for p in layout.pairs if p.image in splits)
     evidence = [f"the splits come from {', '.join(used)}"]

@@ -367,12 +367,14 @@ class Agent(LocalElasticAgent):
         if was_killed:
             print(f"error: {name}; the others were stopped", file=sys.stderr, flush=True)
         self._look_for_cause(RankError(code, name) if was_killed else None)
+        # A rank with this code has only lost its peers, and the agent of the first one names the cause a moment later.
         deadline_s = time.monotonic() + _CAUSE_S
         while code == LOST and self._cause is None and self._job is not None and time.monotonic() < deadline_s:
             time.sleep(0.1)
             self._look_for_cause()
         job_code = self._read_job_code()
         if job_code is None and self._signal is not None:
+            # Killed by the signal itself, a rank could not choose its code.
             is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
             job_code = self._policy.code_after_signal(self._signal) if is_unsaved else code
         elif job_code is None:

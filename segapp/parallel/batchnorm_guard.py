@@ -83,6 +83,7 @@ def no_samples_problem(
     hooks = []
     for name, layer in module.named_modules():
         label = f"{type(layer).__name__} {name!r}" if name else type(layer).__name__
+        # The innermost module that runs during an error is named, because torch's own message says nothing of it.
         hooks.append(layer.register_forward_pre_hook(lambda *_, label=label: running.append(label)))
         hooks.append(layer.register_forward_hook(lambda *_, label=label: running.remove(label)))
     try:

@@ -141,6 +141,7 @@ class DataParallelModel(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Check an argument, in the constructor and later."""
         if name in _SPLIT:
+            # Each part of a split is valid only together with the others.
             request = [value if name == each else vars(self).get(each) for each in _SPLIT]
             value = check_request(len(self.devices) or 1, *request)[_SPLIT.index(name)]
         elif name == "dim" and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):

@@ -146,6 +146,7 @@ def _meeting_store(rank: int, world_size: int, limit_s: float, note: Callable[[s
             raise MeetingError(f"port {port} is in use at {address}: set MASTER_PORT to a free one")
     else:
         store = joined_store(host, port, limit_s=limit_s, read_s=limit_s, note=note)
+    # Each rank signs in, so that a long wait can name the missing ones.
     store.set(f"rank/{rank}", "")
     unknown = "" if rank or is_here(host) or resolved(host) else f"{host} is no known host name; "
     while missing := [other for other in range(world_size) if not store.check([f"rank/{other}"])]:
@@ -285,6 +286,7 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) 
     active = [parameter for parameter in check_parameters(parameters) if parameter.requires_grad]
     if not active or not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    # Ranks may lack different gradients, but must add the same ones in the same order.
     has_grad = torch.tensor([p.grad is not None for p in active], dtype=torch.int32, device=active[0].device)
     dist.all_reduce(has_grad)
     grads = []

@@ -78,6 +78,7 @@ def local_address(host: str, port: int, wanted: str | None = None) -> str:
     outside = {
         name: others
         for name, addresses in interface_addresses().items()
+        # A loopback address reaches no other machine, and is right only in a job that meets at one.
         if (others := [address for address in addresses if is_loopback(address) == is_loopback(host)])
     }
     shown = ", ".join(f"{name} ({addresses[0]})" for name, addresses in outside.items()) or "none is up"
@@ -95,6 +96,7 @@ def local_address(host: str, port: int, wanted: str | None = None) -> str:
         )
     if reachable := [source for source in sources if is_loopback(source) == is_loopback(host)]:
         return reachable[0]
+    # /etc/hosts of Debian gives a machine's own name 127.0.1.1, so that the route to it says nothing.
     if len(outside) == 1:
         return next(iter(outside.values()))[0]
     raise ValueError(

@@ -57,6 +57,7 @@ def place_stages(
         device = homes[name]
         if any(tensor.device != device for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             apply_to_own_tensors(part, partial(to_device, device=device))
+        # A module without tensors computes on the device of its inputs.
         if name in stages or parameter_slots(part) or buffer_slots(part):
             part.register_forward_pre_hook(partial(_moved, device), with_kwargs=True)
     if output_device is not None:

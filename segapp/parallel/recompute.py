@@ -247,6 +247,7 @@ def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
     plan = [each if isinstance(each, str) or not isinstance(each, Iterable) else list(each) for each in sets]
     if wrong := [each for each in plan if not isinstance(each, list)]:
         raise TypeError(f"set_recompute got {wrong[0]!r} instead of a set of names: write [['layer1']], or [[]]")
+    # A shared block may be named by any of its paths.
     parts = dict(network.named_modules(remove_duplicate=False))
     names = {name for blocks in plan for name in blocks}
     for name in names:
@@ -259,6 +260,7 @@ def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
     for block in network.modules():
         if isinstance(block, RecomputedBlock):
+            # `with_base` put itself and `RecomputedBlock` before the class that the block had.
             block.__class__ = type(block).__mro__[2]
             del block.__dict__["recompute_plan"]
     for name in sorted(names):

@@ -223,6 +223,7 @@ class _CopyToDevices(torch.autograd.Function):
         columns = [[grad for grad in grads[j::num_tensors] if grad is not None] for j in range(num_tensors)]
         totals: list[Tensor | None] = [None] * num_tensors
         flat = (
+            # In a double backward pass, the additions must be part of the graph.
             []
             if torch.is_grad_enabled()
             else [

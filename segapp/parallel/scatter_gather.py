@@ -205,6 +205,7 @@ class ReplicaOutputs(list[Any]):
             found = [batch_size(output, dim) for output in self]
             if not found or None in found:
                 raise ValueError("outputs hold no tensor with samples: pass the result of the model")
+            # At least one output stays, because a loss without samples needs its device, too.
             positions = [i for i, size in enumerate(found) if size] or [0]
             super().__init__([self[i] for i in positions])
             sizes = [found[i] or 0 for i in positions]

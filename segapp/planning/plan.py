@@ -285,6 +285,7 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
     if mode == "auto":
         mode = auto_mode(config, num_gpus)[0]
     check_mode(config, mode)
+    # One replica is the network itself, so there are no copies to predict.
     return "single" if mode == "dp" and num_gpus == 1 else mode
 
 

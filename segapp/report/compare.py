@@ -65,6 +65,7 @@ def compare_runs(
 
         try:
             same = compare_on_images(folders, split, num_images, has_pictures=out is not None)
+        # The data or the weights may be gone; the events suffice for the rest.
         except SegappError as error:
             why_not = str(error)
             print(f"note: no comparison on the same images: {printable(why_not)}", file=sys.stderr)
@@ -93,6 +94,7 @@ def compare_runs(
         }
         save_page(out, render("compare.html.j2", values))
     for image in same["images"] if same else ():
+        # Embedded images do not belong to the result in JSON.
         image.pop("shown", None)
     return {
         "runs": rows,

@@ -245,9 +245,11 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
             curves.append(ChartCurve("validation loss", vals.values("step"), losses, 1, True))
         if is_alone:
             marks = [(mark.step, mark.text) for mark in report.view.marks if mark.kind != "best"]
+            # Nearly every evaluation at the beginning is the best so far.
             marks += [(mark.step, mark.text) for mark in report.view.marks if mark.kind == "best"][-1:]
     values = np.concatenate([np.empty(0), *(curve.y for curve in curves)])
     values = values[np.isfinite(values)]
+    # On a linear axis, the end of a loss that falls further would be a flat line.
     is_log = bool(len(values)) and values.min() > 0 and values.max() > 20 * values.min()
     return charts.line_chart(curves, Frame("step", "loss", is_log, marks))
 
@@ -294,6 +296,7 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
             frequency = scores.frequency[i]
         color = view.start.palette[i] if view.start and view.start.palette and i < len(view.start.palette) else None
         rows.append(ReportedClass(name, iou, change, dice_of(iou), recall, precision, frequency, color))
+    # A class without an IoU is absent, and must not sort as the worst.
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
 
 
@@ -321,6 +324,7 @@ def _memory_rows(report: RunReport) -> list[dict[str, Any]]:
         for i, peak in enumerate(peaks):
             device = start.devices[i] if i < len(start.devices) else None
             total = device.total_mib if device else None
+            # A total that is unknown at the start comes with the events of the memory.
             if total is None and i < len(report.view.devices):
                 total = report.view.devices[i].total_mib
             rows.append(

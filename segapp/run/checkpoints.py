@@ -196,6 +196,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         except ValidationError as error:
             manifest.problems.append(f"manifest.json has an entry that cannot be read: {error.errors()[0]['msg']}")
             continue
+        # Listed files are read, renamed and removed, so a name must not lead out of the folder.
         if OBJECT_NAME.fullmatch(entry.object) is None:
             manifest.problems.append(f"manifest.json names a file outside objects/: {entry.object!r}")
             continue

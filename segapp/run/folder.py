@@ -343,6 +343,7 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
         StorageError: `RunFolder.check` refuses it.
     """
     for path in () if what is None else (Path(root) / what, Path(what), *Path(what).parents[:3]):
+        # The parents of a relative path end with the current folder, which a wrong name must not mean.
         if is_run(path) and (path != Path(".") or str(what) == "."):
             return RunFolder.open(path)
     runs = run_folders(root, with_sweeps=True)

@@ -63,6 +63,7 @@ def as_segapp_error(error: Exception, parts: Mapping[str, str] = MappingProxyTyp
     if isinstance(error, PlainLossError):
         losses = " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss."))
         return RunError(f"{losses or 'the loss'}: {error}: segapp check-part --config FILE checks it").see("own-parts")
+    # After the errors with a known cure, which a component may raise, too.
     place = raised_at(error, parts)
     if place is not None:
         part, line = place

@@ -96,6 +96,7 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
             )
         return _resumed(folder, config, overrides)
     owner = path.resolve().parent.parent
+    # A checkpoint continues its own run; with --run it begins another one.
     if run is None and is_run(owner):
         return _resumed(RunFolder(owner), config, overrides, checkpoint=path)
     return TrainRequest(load_runnable(named_config(config, overrides), overrides), run=run, checkpoint=path)
@@ -180,6 +181,7 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
     """
     if "RANK" in environ:
         return None
+    # Some launchers set a rank and no number of tasks, so one task cannot be distinguished from several.
     is_sizeless = "PMIX_RANK" in environ and not _num_tasks(environ) and not any(map(environ.get, _MPI_SIZES))
     if is_sizeless or any(environ.get(name, "1") != "1" for name in _MPI_SIZES):
         raise DistributedError(

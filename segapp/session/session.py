@@ -163,11 +163,13 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
             say(f"run folder: {printable(str(folder.path))}")
             if (len(devices.devices) > 1 or gpu_of(devices.devices[0]) is not None) and RANK_DEVICES not in os.environ:
                 say(devices.description)
+            # The other ranks wait for the path, and so begin only when the lock is held.
             ranks.from_main(str(folder.path))
             folder.write_info(versions=_versions(), gpus=_gpus())
             with _logging_to(folder, 0, rank_words(0) if ranks.world_size > 1 else ""):
                 yield folder
     except Exception as error:
+        # An error that refers to the log would lose it with the folder.
         if folder.is_made and str(folder.log) not in str(error) and remove_failed_start(folder):
             say(f"removed {printable(str(folder.path))}: the training had not begun")
         raise

@@ -94,6 +94,7 @@ class LearningWatch:
                 text = f"{shown[name]} has an IoU of 0 in {count} evaluations in a row"
                 tell("unpredicted", [name], f"{text}: {self._moves}")
         fall = self._fall_without_gain()
+        # A class that is never predicted keeps the score down, which is not overfitting.
         if fall is not None and not any(self._unpredicted) and "overfitting" not in self._told:
             seen = f"the training loss fell by {fall:.0%} in {NUM_NO_BETTER} evaluations without a better"
             move = "set train.early_stop, augment more (data.scale, data.photometric), or train fewer steps"

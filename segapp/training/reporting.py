@@ -241,6 +241,7 @@ class TrainingReporter:
         """Emit `settings` if other blocks are recomputed than before, or fallbacks are new; every rank must call it."""
         controller, live = self.controller, self.controller.settings
         fallbacks, blocks = fallbacks_of(live), self._blocks
+        # The settings are equal on all ranks, so all of them take part in the exchange or none.
         if live.recompute != self._choice:
             blocks = [list(names) for theirs in self.engine.ranks.gather(controller.recomputed) for names in theirs]
         is_adopted = not fallbacks.items() <= self._fallbacks.items()

@@ -81,6 +81,7 @@ class SafePoint:
         self._calls += 1
         if is_due or self._calls >= self._calls_per_poll:
             commands = controller.inbox.take(is_due=is_due)
+            # All questions share one collective, because each costs every rank's host time.
             is_stop, is_save, has_commands, is_overdue = self._context.ranks.any_of(
                 signals.is_set, signals.take_checkpoint_request(), bool(commands), self._saver.is_overdue()
             )

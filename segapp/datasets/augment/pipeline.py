@@ -216,6 +216,7 @@ def _try_steps(transform: TrainTransform, image: Pixels, mask: Pixels, seed: int
             continue
         try:
             result = _applied(step, image, mask, seed)
+            # The same seed must give the same result, or a resume would train on other images.
             again = _applied(step, image, mask, seed) if seed == 0 else result
         except Exception as error:
             text = f"{type(error).__name__}: {getattr(error, 'err', str(error)).partition(chr(10))[0]}"

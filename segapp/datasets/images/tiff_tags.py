@@ -206,6 +206,7 @@ def _said_sizes(description: str) -> dict[str, int]:
         found = {axis: re.search(rf'\bSize{axis}="(\d+)"', description) for axis in "TZC"}
         samples = re.search(r'\bSamplesPerPixel="(\d+)"', description)
         sizes = {axis: int(match[1]) for axis, match in found.items() if match}
+        # SizeC counts the samples of a pixel too, and the axis C only the planes.
         return sizes | {"C": sizes.get("C", 1) // max(1, int(samples[1]) if samples else 1)}
     if description.startswith("ImageJ="):
         words = {"frames": "T", "slices": "Z", "channels": "C"}
@@ -217,6 +218,7 @@ def _said_sizes(description: str) -> dict[str, int]:
         try:
             said = json.loads(description)
             return dict(zip(said["axes"][: said["axes"].index("Y")], said["shape"], strict=False))
+        # Any program may write a description that begins with a brace.
         except (ValueError, KeyError, TypeError):
             return {}
     return {}

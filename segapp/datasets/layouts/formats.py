@@ -137,6 +137,7 @@ def class_scheme(
     if multilabel is not None:
         return ClassScheme(names, colors, ignore_index=-1, multilabel=multilabel, ignored_value=ignore_index)
     ignored = int(ignore_index) if ignore_index is not None else 255 if len(names) <= 255 else -1
+    # A target is int16 at most, whose lowest value marks unknown ids.
     if not -32_767 <= ignored <= 32_767 or 0 <= ignored < len(names):
         advice = instead_of_class(names, ignored, label_map, is_fixed=bool(known.names) and not has_own_classes)
         raise ConfigError(f"ignore_index={ignored} {advice}", key="data.ignore_index", value=ignored)
@@ -159,11 +160,13 @@ def class_scheme(
         mask_colors=colors if rgb else (),
         train_id_suffix=train_id_suffix,
     )
+    # Palettes in the files are compared with these colors: if they disagree, the masks are no ids of these classes.
     if rgb is None:
         declared = zip(colors if palette is not None else (), scheme.file_ids, strict=False)
         scheme = replace(scheme, palettes=Palettes({color: (index, "data.palette") for color, index in declared}))
     if not rgb or label_map is None:
         return scheme
+    # A label map reorders the colors, and a class has the color of its position in the files.
     return replace(scheme, palette=tuple(colors[file_id] for file_id in scheme.file_ids))
 
 

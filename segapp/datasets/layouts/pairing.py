@@ -154,10 +154,12 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
     images: dict[str, Path] = {}
     missing: list[str] = []
     for line in list_lines(list_file, how_to_get):
+        # Lists name files with or without their extension.
         key = keys.find(line) or keys.find(_cut(line, suffixes) or line)
         if key is None:
             missing.append(line)
         else:
+            # If two files have the same stem, the extension in the list decides.
             images[key] = _only_one([path for path in found[key] if path.name == Path(line).name] or found[key])
     if missing:
         raise DataError(
@@ -212,6 +214,7 @@ def match_masks(
         image, mask = images[key], masks[match][0]
         if mask == image:
             raise DataError(f"{shown(image)} would be its own mask: set mask_dir or mask_suffix", path=image)
+        # Names also match regardless of case, so a.png and A.png may find the same mask.
         if (earlier := owners.setdefault(match, key)) != key:
             both = f"{shown(images[earlier])} and {shown(image)}"
             raise DataError(f"{both} have one mask, {shown(mask)}: give each its own mask, or remove one", path=mask)

@@ -87,8 +87,10 @@ def predict_files(
         job.tally.notes += [found.message for found in check_ranges("images", pairs, plan.scheme, pixels)]
     start = time.perf_counter()
     if plan.polygons is not None:
+        # Before hours of work, and before the threads, which must not import the writers at the same time.
         plan.polygons.check_places(files)
     for folder in (plan.folder / kind for kind in (*plan.kinds, "polygons")):
+        # A prediction that was killed leaves its unfinished files.
         remove_dead_temporaries(folder, is_recursive=True)
     if plan.polygons is not None and plan.polygons.format == "coco":
         job.coco = CocoFile(plan.folder, plan.scheme, plan.polygons)

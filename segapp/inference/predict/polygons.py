@@ -73,6 +73,7 @@ def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> 
         ConfigError: an unknown format, an option without `--polygons`, or a missing package.
     """
     for option, value in (("--min-area", min_area_px), ("--simplify", simplify_px)):
+        # Callers from Python pass values of any type; NaN fails the comparison.
         if not isinstance(value, Real) or not 0 <= value < math.inf:
             raise ConfigError(f"{option} {value!r} is no number of 0 or more")
     if format is None:

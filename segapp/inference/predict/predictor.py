@@ -279,6 +279,7 @@ def predict_strips(
     while done < height:
         frame = tile_frame((height, width), workspace.max_px, tile_px=workspace.tile_px, max_height=max_height)
         top, core, last = next(rows for rows in tile_cores(height, frame[0]) if rows[2] > done)
+        # In a smaller workspace tiles begin at other rows, and rows that were yielded must not come again.
         first = max(core, done)
         kept = dict[str, NDArray[Any]]()
         try:
@@ -301,6 +302,7 @@ def predict_strips(
         except Exception as error:
             if predictor.needs_whole or not is_out_of_memory(error):
                 raise
+            # Blocks of the larger tiles that stay in the cache would leave no room for the smaller ones.
             accelerator_of(predictor.device).empty_cache()
             workspace.halve()
             continue

@@ -56,6 +56,7 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[l
             raise ConfigError(
                 f"{shown(given)} is in the folder of the results, {shown(results[0])}: choose another --out"
             )
+        # A broken link counts as a file, so that the error names it instead of a pattern without a match.
         if given.is_file() or (given.is_symlink() and not given.exists()):
             found.setdefault(os.path.realpath(given), InputFile(given, given.stem))
             continue
@@ -67,6 +68,7 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[l
                 if not name.lower().endswith(IMAGE_SUFFIXES):
                     others[path] = None
                     continue
+                # `realpath` of every file would ask the disk for each of its parents.
                 is_link = name in folder.links and os.path.exists(path)
                 real = os.path.realpath(path) if is_link else os.path.join(folder.real, name)
                 found.setdefault(real, InputFile(Path(path), os.path.splitext(folder.below + name)[0]))

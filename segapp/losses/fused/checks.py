@@ -168,6 +168,7 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> T
         return None
     if target.is_cpu and has_values(target):
         low, high = torch.aminmax(target)
+        # The usual 255 hides the largest class, so only then a second pass leaves the ignored pixels out.
         if int(high) >= num_classes and int(high) == ignore_index:
             low, high = torch.aminmax(torch.where(target == ignore_index, 0, target))
         if int(low) < 0 or int(high) >= num_classes:
@@ -176,6 +177,7 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> T
                 raise ValueError(out_of_range_message(torch.unique(bad).tolist(), num_classes, ignore_index))
         return None
     bad, ids = _is_bad(target, num_classes, ignore_index), target.long()
+    # Both bounds are in one tensor, so that one copy brings them to the host.
     bounds = torch.stack([torch.where(bad, ids, NO_ID).amin(), torch.where(bad, ids, -NO_ID).amax()])
     if has_values(target):
         raise_reported()

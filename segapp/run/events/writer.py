@@ -336,6 +336,7 @@ def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) 
     if kind == "checkpoint":
         return isinstance(step, int) and (step > point.step or (step == point.step and is_after_own))
     if kind == "epoch_start":
+        # Within an epoch, training continues after its `epoch_start`, which is not written again.
         return isinstance(epoch, int) and epoch >= point.epoch + (point.batch > 0)
     if kind == "val":
         is_later = isinstance(epoch, int) and epoch >= point.epoch

@@ -164,6 +164,7 @@ class CommandController:
             else None
         )
         if has_no_effect is not None:
+            # The present setting is wanted, so an earlier request for another one must not come into force.
             self._become(*self.record.superseded_by(change), step=position.step)
             self.inbox.answer(received, "applied", has_no_effect, position.step, {})
         else:

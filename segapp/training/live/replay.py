@@ -19,6 +19,7 @@ def applied_after(events: Path, step: int) -> list[Replay]:
     applied: dict[str, Replay] = {}
     for event in EventReader(events).read_kinds("gpu0_bsz", "command"):
         status, at = event.get("status"), int(event.get("step") or 0)
+        # Changes by auto have no id, and there is at most one in an epoch.
         key = str(event.get("id") or f"auto at {event.get('epoch')}")
         if event["type"] == "gpu0_bsz" and status == "reverted" and key in applied:
             applied[key] = applied[key].without({"gpu0_bsz", "shares"})
@@ -82,6 +83,7 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
     problems = [
         raw.get("reason") or "a rank ran out of memory"
         for raw, written_s in _rank_reports(folder)
+        # An older report is about an earlier change to the same split, which was reverted then.
         if written_s >= change["t"] and change["split"] == raw.get("failed_split")
     ]
     if not problems:

@@ -73,6 +73,7 @@ def start_of(
         replays = [each.without({"is_recomputed"}) for each in replays]
     if is_replanned or any(saved["parallel"].get(key) != present["parallel"][key] for key in ("gpu0_bsz", "shares")):
         settings = configured
+        # The config was changed after these commands, so it is the newer request.
         replays = [each.without(SPLIT_SETTINGS) for each in replays]
     trial = None if settings is configured or live["trial"] is None else Trial.from_state(live["trial"])
     record = ChangeRecord(settings, trial=trial, replays=tuple(each for each in replays if each.values))
