@@ -321,6 +321,7 @@ class Precision:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state given as {type(state).__name__}: give the result of state_dict()")
+        # Everything is compared before anything is loaded, so a wrong state changes nothing.
         own, given = _contents(self.state_dict()), _contents(state)
         for name in own | given:
             if own.get(name) != given.get(name):

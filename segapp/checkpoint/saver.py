@@ -136,6 +136,7 @@ class CheckpointSaver:
 
     def is_overdue(self) -> bool:
         """Return True if a failed or timed save can begin now; decided by the main rank."""
+        # The clocks of the ranks differ, so one of them decides.
         if not self._ranks.is_main or self.written_for_s() is not None:
             return False
         now_s, every = time.monotonic(), self._rules.every_minutes
@@ -287,6 +288,7 @@ class CheckpointSaver:
         self._kept_best = None
         if captured is not None and best is not None and best.position == captured.position:
             captured = replace(captured, is_best=True)
+        # A new best state replaces the kept one, which then need not be written.
         is_replaced = captured is not None and captured.is_best
         self._unwritten = [save for save in (None if is_replaced else best, captured) if save is not None]
 

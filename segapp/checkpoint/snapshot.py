@@ -87,6 +87,7 @@ def find_non_finite(state: Any, name: str = "state") -> str | None:
     are_finite = math.isfinite(torch.nn.utils.get_total_norm(tensors))
     for place, leaf in leaves:
         if isinstance(leaf, Tensor):
+            # The norm has no complex tensors in it.
             is_finite = (are_finite and not leaf.is_complex()) or bool(torch.isfinite(leaf).all())
         else:
             is_finite = not isinstance(leaf, float) or math.isfinite(leaf)

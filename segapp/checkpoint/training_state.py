@@ -188,6 +188,7 @@ def load_to_resume(
             print("the run has no checkpoint yet: it begins anew")
         elif is_resumed:
             loaded = _load_newest_intact(store, load_mapped_tensors, is_holder=True)
+        # The state is left out, because each rank maps the file.
         return None if loaded is None else (replace(loaded, state={}), loaded.file.stat().st_size)
 
     facts = on_main(ranks, load_on_main)
@@ -323,6 +324,7 @@ def _load_file(path: Path, read: Reader) -> LoadedCheckpoint:
         raise CheckpointError(f"{path}: no such file: name a checkpoint file or a run", path=path)
     try:
         sha256, _ = hash_file(path)
+        # A file in objects/ belongs to the manifest in the folder above.
         folder = path.parent.parent if path.parent.name == "objects" else path.parent
         manifest = CheckpointFolder(folder).read_manifest()
         is_verified = any(entry.sha256 == sha256 for entry in manifest.entries)
@@ -365,6 +367,7 @@ def read_state(file: BinaryIO, path: Path, label: str, read: Reader = load_tenso
         state: Any = read(file)
     except CheckpointError as error:
         raise CheckpointError(f"{label}: {error}", path=path) from error
+    # A damaged pickle may raise any error.
     except Exception as error:
         raise CheckpointError(f"{label}: {_why_not_loaded(error)}", path=path) from error
     about = state.get("checkpoint") if isinstance(state, dict) else None

@@ -1,7 +1,10 @@
 """Criteria as sums that can be added over chunks, replicas, ranks and micro-batches; the division happens once.
 
 A mean of means is not the mean, because chunks have different numbers of valid pixels. So a criterion returns
-*statistics* (sums and counts) per chunk, and `finalize` computes the scalar loss of the whole step from their totals.
+*statistics* (sums and counts) per chunk, and `finalize` computes the scalar loss of the whole step from their totals:
+
+    rows = [criterion.statistics(outputs, target) for outputs, target in chunks]
+    loss = criterion.finalize(tuple(sum(column) for column in zip(*rows)))
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """

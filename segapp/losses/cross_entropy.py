@@ -1,5 +1,11 @@
 """Cross-entropy of low-resolution logits with a full-resolution target, without materializing the upsampled logits.
 
+In plain torch:
+
+    full = F.interpolate(logits, (H, W), mode="bilinear", align_corners=align_corners)
+    loss_sum = F.cross_entropy(full, target, weight, ignore_index=ignore_index, reduction="sum")
+    loss = loss_sum / weight[target[target != ignore_index]].sum()
+
 On CUDA, kernels compute the loss and its gradient with respect to the low-resolution logits together, in the forward
 pass; the backward pass only scales the gradient. It is the only saved tensor, and it has low resolution. On other
 devices, torch's operators compute both band by band (`pixel_sums`).

@@ -1,7 +1,14 @@
 """Distillation losses between student and teacher maps, with one value per image, and the criterion that adds them.
 
 The terms are defined in Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI
-2020), sections 3.1 and 3.2. The published code takes means or sums over a device's chunk; here each term is one value
+2020), sections 3.1 and 3.2. In plain torch, with temperature T, and with s and t for the unit vectors (N, K, cells) of
+the regions of both maps:
+
+    logs = (F.log_softmax(logits / T, 1) for logits in (student, teacher))
+    pixel_wise = F.kl_div(*logs, reduction="none", log_target=True).sum(1).mean((1, 2)) * T**2
+    pair_wise = (s.mT @ s - t.mT @ t).square().mean((1, 2))
+
+The published code takes means or sums over a device's chunk; here each term is one value
 per image, so the loss does not depend on the batch split.
 
 Shapes: N images, C classes, K channels, h x w of the student's logits.

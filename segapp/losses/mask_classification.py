@@ -1,7 +1,15 @@
 """Loss of mask classification: a set of queries, each with a class and a mask, is matched to the classes of an image.
 
 Cheng et al., "Masked-attention Mask Transformer for Universal Image Segmentation" (Mask2Former, CVPR 2022), section
-3.2; for semantic segmentation, every class in an image is one mask. The published loss samples random points of each
+3.2; for semantic segmentation, every class in an image is one mask. In plain torch, with the logits x and targets t of
+the matched masks, (M, L) each, and the class logits of all queries, whose label is C without a match:
+
+    bce = F.binary_cross_entropy_with_logits(x, t)
+    dice = (1 - (2 * (x.sigmoid() * t).sum(1) + 1) / (x.sigmoid().sum(1) + t.sum(1) + 1)).mean()
+    classes = F.cross_entropy(class_logits, labels, torch.tensor([*[1.0] * C, no_object]))
+    loss = class_factor * classes + bce_factor * bce + dice_factor * dice
+
+The published loss samples random points of each
 mask. Here all pixels count, so nothing is random: each logit covers a cell of pixels, and the target of a cell is each
 class's share of its area.
 

@@ -1,5 +1,18 @@
 """Losses of the overlap of prediction and target: Dice and Tversky over a whole step, Lovász-softmax per image.
 
+In plain torch, with the upsampled logits `full`, and both p and the one-hot target t set to 0 at ignored pixels:
+
+    p, dims = full.softmax(1) * valid, (0, 2, 3)
+    tp, fp, fn = (p * t).sum(dims), (p * (1 - t)).sum(dims), ((1 - p) * t).sum(dims)
+    tversky = ((1 - (tp + smooth) / (tp + alpha * fp + beta * fn + smooth)) ** gamma)[t.sum(dims) > 0].mean()
+    dice = (1 - (2 * tp + smooth) / (2 * tp + fp + fn + smooth))[t.sum(dims) > 0].mean()
+
+Lovász-softmax of a class, with its p and t of an image's valid pixels, (P,) each; the loss is the mean over classes:
+
+    errors, order = (t - p).abs().sort(descending=True)
+    jaccard = 1 - (t.sum() - t[order].cumsum(0)) / (t.sum() + (1 - t[order]).cumsum(0))
+    lovasz = (errors * jaccard.diff(prepend=jaccard.new_zeros(1))).sum()
+
 Soft Dice: Milletari et al., V-Net, 3DV 2016. Tversky: Salehi et al., MLMI 2017; with an exponent, focal Tversky:
 Abraham and Khan, ISBI 2019.
 

@@ -1,5 +1,13 @@
 """Losses that are sums over pixels: binary cross-entropy, focal loss, and cross-entropy over the hard pixels of a step.
 
+In plain torch, with the upsampled logits `full` of the valid pixels, (P, C), and their target (P,):
+
+    bce = F.binary_cross_entropy_with_logits(full, F.one_hot(target, C).float())
+    nll = F.cross_entropy(full, target, reduction="none")
+    focal = ((1 - (-nll).exp()) ** gamma * nll).mean()
+    num_kept = max(min_kept, int((nll > -math.log(threshold)).sum()))
+    ohem = nll.topk(min(num_kept, len(nll)))[0].mean()
+
 Focal loss: Lin et al., Focal Loss for Dense Object Detection, ICCV 2017, eq. 5, in softmax and sigmoid form.
 
 Online hard example mining: Shrivastava et al., CVPR 2016. The usual rule (HRNet, mmsegmentation) keeps the pixels whose

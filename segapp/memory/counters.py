@@ -147,6 +147,7 @@ def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], fir
             key="parallel.memory_budget_mib",
         )
     gpus = [gpu for device in devices if (gpu := gpu_of(device))]
+    # torch has one limit per GPU, which logical devices would share.
     if len(gpus) < len(devices) or len(set(devices)) < len(devices):
         raise ConfigError(
             "parallel.memory_budget_mib limits GPUs, each named once: leave it out on other devices",
@@ -208,6 +209,7 @@ class DeviceMemoryTracker:
         given = check_list("devices", devices, "one, such as ['cuda:0', 'cuda:1'] or ['cpu']")
         self.devices = tuple(d if isinstance(d, DeviceInfo) else device_info_of(*resolve_devices([d])) for d in given)
         self.phase = "start"
+        # Logical devices share counters, which are read once, because reading resets the peak.
         keys = [(info.uuid or info.device, info.pid) for info in self.devices]
         self._first = [keys.index(key) for key in keys]
         counters = counters if counters is not None else [counters_of(info) for info in self.devices]

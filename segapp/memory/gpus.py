@@ -299,6 +299,7 @@ def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) ->
         status = known[index]
         return (status.total_mib or 0.0) - (status.used_mib or 0.0)
 
+    # GPUs with equal memory keep their order, so that each start chooses the same.
     ordered = sorted(known, key=lambda index: (-free_mib(index), index))
     idle = [index for index in ordered if known[index].is_available]
     chosen = idle or ordered

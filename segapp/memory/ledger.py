@@ -162,6 +162,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, ((start, phase), end) in enumerate(zip(self._marks, ends, strict=True)):
             if number >= first_mark:
                 for device in peak_events:
+                    # A phase that only frees memory has its peak at its beginning.
                     note(phase, device, start - 1)
             for at in range(start, end):
                 event = self._events[at]

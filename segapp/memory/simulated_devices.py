@@ -97,11 +97,13 @@ class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
             return [self.cast(each, dtype) for each in value]
         if not _is_eligible(value) or value.dtype == dtype:
             return value
+        # The condition of `cached_cast` in ATen/autocast_mode.cpp.
         is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
         if not is_weight or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
             return value.to(dtype)
         key = id(value), dtype
         if key not in self:
+            # With the value, because its id could otherwise be given to another tensor.
             self[key] = value, value.to(dtype)
         return self[key][1]
 
@@ -365,6 +367,7 @@ class Buckets:
         self._groups: list[list[nn.Parameter]] = []
         self._flat: dict[int, Tensor] = {}
         self._position: dict[nn.Parameter, tuple[int, int]] = {}
+        # DDP fills its buckets in about the order in which a backward pass makes gradients.
         trained = [p for p in reversed(list(parameters)) if p.requires_grad]
         for number, indices in enumerate(bucket_assignment(trained)):
             self._groups.append([trained[i] for i in indices])

@@ -395,6 +395,7 @@ class Agent(LocalElasticAgent):
         ranks: Any = self._pcontext
         found, key = first_error(ranks.error_files.values()) or error, f"cause/{self._round}"
         facts = self._policy.facts()
+        # `first` keeps the cause that is written first, so that every machine names the same one.
         told: str | None = self._ask(
             lambda: self._job and (self._job.first(key, found.sent_by(facts.machine)) if found else self._job.get(key))
         )
@@ -457,12 +458,14 @@ class Agent(LocalElasticAgent):
         """Wait for the rendezvous if it no longer answers and the ranks have ended; the agent may hang in a call."""
         answered_s = ran_s = time.monotonic()
         limit_s = peer_limit_s() or LIMIT_S
+        # Ranks that still run may end the training without the rendezvous.
         while time.monotonic() - answered_s < limit_s or time.monotonic() - ran_s < _PATIENCE_S:
             time.sleep(_LOOK_S)
             if not self._pids or any(map(_is_running, self._pids)):
                 ran_s = time.monotonic()
             if not self._pids or probe(*self._endpoint) is None:
                 answered_s = time.monotonic()
+        # The agent's own thread may hang in a call of torch, which an exception here would not end.
         if self._is_over:
             os._exit(self._fail("the rendezvous does not answer any more"))
         self._wait_for_endpoint()

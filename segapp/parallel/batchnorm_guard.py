@@ -36,6 +36,7 @@ def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
     num_values: list[int] = []
 
     def note(_layer: nn.Module, args: tuple[Any, ...]) -> None:
+        # Values per channel and sample: if there is one, a single sample has no variance.
         num_values.append(args[0].numel() // (args[0].size(0) * args[0].size(1)))
 
     hooks = [layer.register_forward_pre_hook(note) for layer in plain]

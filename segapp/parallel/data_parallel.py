@@ -181,6 +181,7 @@ class DataParallelModel(nn.Module):
             return ReplicaOutputs([batch], sizes=sizes, devices=[home], dim=self.dim, mode=self.mode)
         if given is None:
             split = self.plan(batch_size(batch, self.dim) or 0)
+            # A batch without samples is one empty chunk, whose outputs have the usual structure.
             used: Sequence[int] = [i for i, size in enumerate(split) if size] or [0]
             sizes = [split[i] for i in used]
         else:
@@ -264,6 +265,7 @@ class DataParallelModel(nn.Module):
             return
         kind = torch.is_grad_enabled(), sum(part.training for part in self.module.modules())
         mode: Mode = "lockstep" if self._draws.get(kind, True) else "threads"
+        # A module does not say if it draws random numbers; only the generators show it.
         before = random_states(shared)
         yield mode
         draws = any(not torch.equal(before[device], state) for device, state in random_states(shared).items())
@@ -451,6 +453,7 @@ class DataParallelCriterion(nn.Module):
         rows = ReplicaThreads[Any](chunks.devices, chunks.mode, positions=chunks.positions).run(
             [partial(copy.statistics, *pair) for copy, *pair in zip(criteria, chunks, targets, strict=True)]
         )
+        # Buffers that a criterion changes were changed in its copies.
         if copies:
             write_back(self.criterion, copies[0])
         for row in rows:
@@ -479,6 +482,7 @@ def _split_target(target: Any, outputs: ReplicaOutputs) -> list[Any]:
     if next(tensors_in(target, ReplicaOutputs), None) is None:
         if isinstance(target, list | tuple) and len(target) == len(outputs):
             sizes = [chunk.size(outputs.dim) if isinstance(chunk, Tensor) and chunk.dim() else None for chunk in target]
+            # A list may also be one batch, so only the sizes show that it has a part for each output.
             if sizes == list(outputs.sizes):
                 return [to_device(chunk, device) for chunk, device in zip(target, outputs.devices, strict=True)]
         num_samples = batch_size(target, outputs.dim)

@@ -138,6 +138,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int], err
     failed = [(code, rank) for rank, code in enumerate(codes) if code]
     if not failed:
         return 0
+    # Codes of signals are negative: a rank that was killed comes before the ranks that only lost it.
     code, rank = min(failed)
     if code > 0 and (error := first_error(errors)) is not None:
         return error.code

@@ -164,13 +164,16 @@ def joined_store(
     deadline_s = time.monotonic() + limit_s
     host = own_address or host
     while True:
+        # Tried each time, because the process that hosts the store may end and leave the port to this one.
         if own_address is not None and (own := hosted_store(own_address, port, read_s)) is not None:
             return own
         problem = probe(host, port)
         if problem is None:
+            # The store that answered the probe may end before the connection.
             with contextlib.suppress(DistError, RuntimeError, ValueError, TimeoutError):
                 timeout = timedelta(seconds=_PROBE_S)
                 store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                # The short timeout was only for the connection.
                 store.set_timeout(timedelta(seconds=read_s))
                 return store
         problem = problem or f"{host}:{port} answers, and then ends the connection"

@@ -68,6 +68,7 @@ def gradient_penalty(
         )
     if (noise if kind != "dragan" else alpha) is not None:
         raise ValueError(f"kind={kind!r} does not use {'noise' if kind != 'dragan' else 'alpha'}: leave it out")
+    # The penalty contains a gradient, so it needs a graph even under `no_grad`.
     with torch.enable_grad():
         points = _points(real, fake, kind, alpha, noise).detach().requires_grad_()
         scores = list(tensors_in(critic(points)))

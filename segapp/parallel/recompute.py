@@ -165,6 +165,7 @@ def _counted_once(block: nn.Module) -> Iterator[None]:
     for layer, _, counter in layers:
         if counter.device not in counters:
             counters[counter.device] = torch.zeros_like(counter)
+        # With a momentum of 0 the statistics keep their values, and a spare counter is raised.
         layer.momentum, buffer_slots(layer)["num_batches_tracked"] = 0.0, counters[counter.device]
     try:
         yield

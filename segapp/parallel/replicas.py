@@ -142,6 +142,7 @@ def check_module(module: object) -> None:
 def check_parameters(parameters: Iterable[T]) -> list[T]:
     """Return parameters as a list; raise TypeError for a module, a single tensor or the groups of an optimizer."""
     is_list = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | nn.Module)
+    # A ParameterList is a module, but holds only parameters.
     given = list(parameters) if is_list or isinstance(parameters, nn.ParameterList) else None
     strange = [parameters] if given is None else [each for each in given if not isinstance(each, Tensor)]
     if strange:
@@ -257,6 +258,7 @@ def _broadcast(
             rows.append(tensors)
             continue
         if flat is not None and flat.device == device:
+            # Two replicas on one device need memory of their own.
             flat = flat.clone()
         else:
             flat = to_device(_pack(tensors, layouts) if flat is None else flat, device)
@@ -313,6 +315,7 @@ def _kept(position: int, original: Tensor, copied: Tensor) -> Tensor:
         return copied
     earlier = _alive.get((id(original), position))
     if earlier is not None and _original_of(earlier) is original and earlier.device == copied.device:
+        # A change that autograd counts would make graphs that saved the tensor unusable.
         earlier.data = copied
         return earlier
     _mark_copy(original, copied)

@@ -88,6 +88,7 @@ def _children(item: Any) -> list[Any] | None:
 def _refill(item: Any, children: Sequence[Any]) -> Any:
     """Return a container of the same type with other elements."""
     if isinstance(item, tuple):
+        # A named tuple takes its elements one by one.
         return type(item)(*children) if hasattr(item, "_fields") else type(item)(children)
     if isinstance(item, Mapping):
         return _refill_mapping(item, dict(zip(item, children, strict=True)))
@@ -95,6 +96,7 @@ def _refill(item: Any, children: Sequence[Any]) -> Any:
     if dataclasses.is_dataclass(item):
         for field, child in zip(dataclasses.fields(item), children, strict=True):
             if hasattr(item, field.name):
+                # The dataclass may be frozen.
                 object.__setattr__(filled, field.name, child)
     else:
         filled.clear()
@@ -352,6 +354,7 @@ def _join(tensors: Sequence[Any], device: torch.device, dim: int, name: str) -> 
     if len(moved) == 1 and moved[0].dim():
         return cast(Tensor, moved[0])
     try:
+        # Scalars cannot be concatenated; as in torch's DataParallel, they become a vector.
         return torch.cat(moved, dim) if moved[0].dim() else torch.stack(moved)
     except (RuntimeError, IndexError) as error:
         shapes = ["a nested tensor" if each.is_nested else f"{tuple(each.shape)} ({each.layout})" for each in moved]
@@ -394,6 +397,7 @@ def _column(output: Any, like: Any) -> list[Any] | None:
     if type(output) is not type(like) or len(_children(output) or ()) != len(_children(like) or ()):
         return None
     if isinstance(like, Mapping):
+        # Two dicts with the same keys may have them in another order.
         return [output[key] for key in like] if output.keys() == like.keys() else None
     return _children(output)
 

@@ -384,6 +384,8 @@ class SyncBatchNorm(BatchNorm):
     def __is_divided(self) -> bool:
         """Return True if this layer has only a part of the batch, as a replica or as a rank."""
         replica = current_replica()
+        # `torch.utils.checkpoint` repeats a forward pass inside the backward pass, where no other replica meets this
+        # one.
         if replica is None and is_replica(self):
             raise RuntimeError(
                 f"{self.__name()} runs outside its replica's forward pass, without the other replicas:"
@@ -462,6 +464,7 @@ class SyncBatchNorm(BatchNorm):
             )
         mean_C, variance_C = (moment_C.to(_statistics_dtype(x)) for moment_C in join_moments(moments, weights))
         if self.__is_tracked:
+            # Running variances are unbiased, as in torch.
             self.__track(mean_C, variance_C * (count / (count - 1)))
         return mean_C, variance_C
 
@@ -521,6 +524,7 @@ def _obstacle(layer: nn.Module) -> str | None:
         *([dist.group.WORLD] if dist.is_available() else []),
     ):
         return f"has process_group={group}, and segapp synchronizes over all ranks: leave out process_group"
+    # The forward passes of these two are known, and the conversion replaces them.
     bases = () if kind is nn.SyncBatchNorm or _is_of_timm(kind) else kind.__mro__[: kind.__mro__.index(BatchNorm)]
     if "forward" in vars(layer) or any("forward" in vars(base) and not _extends_forward(base) for base in bases):
         return (

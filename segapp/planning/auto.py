@@ -56,12 +56,14 @@ def resolve_auto(
     config = config if state is None else with_kept(config, state)
     if config.train.precision == "auto":
         own = with_precision(config, devices.devices).train.precision
+        # All ranks must compute in the same precision, so the oldest GPU decides.
         supported = min(ranks.gather(own), key=("fp32", "amp-fp16", "amp-bf16").index)
         config = with_train(config, precision=supported)
     saved_plan: SavedMemoryPlan | None = None
     if is_planned(config):
         if ranks.is_main and not folder.saved_plan.exists():
             say("planning the memory (some seconds)")
+        # The free memory differs from one look to the next, so only one rank plans.
         saved_plan = on_main(ranks, lambda: _load_or_make_plan(config, folder, devices, device_infos))
     if not config.train.batch_size and saved_plan is not None:
         batch_size, accumulate = saved_plan.batch_size, saved_plan.accumulate
@@ -194,6 +196,7 @@ def _largest(
     while True:
         planned = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, most=most)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate, notes)
+        # A trial step of several ranks would need all of them.
         if devices.mode not in ("single", "dp"):
             return saved_plan
         resolved = with_train(config, batch_size=saved_plan.batch_size, accumulate=saved_plan.accumulate)
@@ -205,6 +208,7 @@ def _largest(
             text = str(error).partition("\n")[0]
             logger.info("batch of %d images: %s", saved_plan.batch_size, text)
             notes.append(f"a batch of {saved_plan.batch_size} was planned and ran out of memory in a trial step")
+            # One image less would seldom fit, and each trial takes seconds.
             most = min(saved_plan.batch_size - 1, saved_plan.batch_size * 7 // 8)
             if most < 1:
                 raise ConfigError(

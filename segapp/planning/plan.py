@@ -221,6 +221,7 @@ class RecomputeSearch:
         The devices of dp and the ranks of ddp are bisected at the same time, each by its own peak.
         """
 
+        # The last choice was often tried before, and a simulation takes seconds.
         @functools.cache
         def with_first(*counts: int) -> Fit:
             chosen = [set(order[:count]) for count in counts]
@@ -234,6 +235,7 @@ class RecomputeSearch:
             for i, is_enough in enumerate(fit.fitting if self._num_choices > 1 else [fit.fits]):
                 if is_enough:
                     most[i] = counts[i]
+                # A device whose search has ended keeps its number while others are still searched.
                 elif least[i] < most[i]:
                     least[i] = counts[i] + 1
         return with_first(*most)
@@ -340,6 +342,7 @@ def _with_chosen(
         try:
             count = _largest_batch(config, planner, least, most)
         except ConfigError:
+            # Not even the smallest batch fits with all activations.
             count = _largest_batch(config, search.planner(search.all_blocks), least, most)
         config = with_batch(config, count)
     rows = _possible_rows(config, planner)
@@ -350,6 +353,7 @@ def _with_chosen(
         return config, planner, None
     if chosen is None:
         row = min(rows, key=lambda row: row.fullest(planner.gpus))
+        # Nothing fits, so the plan shows how much is missing in the best case.
         chosen = search.simulated(row, search.all_blocks)
     return config, search.planner(chosen.blocks_per_device), chosen
 
@@ -374,6 +378,7 @@ def _largest_batch(config: RunConfig, planner: Planner, least: int, most: int) -
     def is_too_large(batch: int) -> bool:
         return not any(row.fits for row in _possible_rows(with_batch(config, batch), planner))
 
+    # The memory grows with the batch.
     count = bisect_left(allowed, True, key=is_too_large)
     if not count:
         raise _nothing_fits(planner, f"{allowed[0]} images" if allowed else "no allowed batch")

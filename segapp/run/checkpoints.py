@@ -168,6 +168,7 @@ def read_manifest(path: Path) -> Manifest | None:
         return Manifest(problems=[f"manifest.json cannot be read: {reason_of(error)}"], is_readable=False)
     if not isinstance(raw, dict) or type(raw.get("format")) is not int or not isinstance(raw.get("entries"), list):
         return Manifest(problems=["manifest.json is not a manifest"], is_readable=False)
+    # Its entries may mean something else, and would be lost when it is written anew.
     if raw["format"] > FORMAT:
         raise CheckpointError(
             f"{path}: format {raw['format']} was written by a newer segapp, this one reads up to {FORMAT}: "
@@ -220,12 +221,14 @@ def open_if_intact(path: Path, size_bytes: int, sha256: str | None) -> BinaryIO:
         DamagedError: Size or hash differ, or it is not a regular file.
         OSError: It cannot be read.
     """
+    # A pipe would block without O_NONBLOCK, and a link may lead out of the run.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     file = open(path, "rb", opener=lambda name, _: os.open(name, flags))  # noqa: SIM115
     try:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
             raise DamagedError("is not a file")
+        # Before the hash, which reads gigabytes.
         if facts.st_size != size_bytes:
             raise DamagedError(f"is damaged: it has {facts.st_size} bytes instead of {size_bytes}")
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
@@ -293,6 +296,7 @@ class CheckpointFolder:
         manifest = self.read_manifest()
         object_path = self.objects / entry.object
         aliases = (self.path / name for name in manifest.names_of(entry))
+        # On a disk without hard links an alias is a copy, which may be intact.
         paths = [object_path, *(path for path in aliases if not is_same_file(path, object_path))]
         damage: DamagedError | None = None
         unreadable: OSError | None = None
@@ -305,6 +309,7 @@ class CheckpointFolder:
                 damage = damage or error
             except OSError as error:
                 unreadable = error
+        # A file that could not be read may be intact, so it is not called damaged.
         raise unreadable or damage or DamagedError("is missing")
 
     def mismatched_aliases(self, manifest: Manifest, entry: CheckpointEntry, *, hashes: bool = True) -> list[str]:
@@ -421,6 +426,7 @@ class CheckpointFolder:
         manifest = self._read_to_replace()
         bad = {entry.sha256: entry for entry in damaged}
         left = [entry for entry in manifest.entries if entry.sha256 not in bad]
+        # Damaged files are better than none, so the last ones stay.
         if not left:
             return []
         try:
@@ -431,6 +437,7 @@ class CheckpointFolder:
             names = {name: sha for name, sha in manifest.names.items() if sha not in bad}
             names.setdefault(LAST, left[0].sha256)
             manifest = Manifest(left, names, manifest.orphans)
+            # After a crash between the renames and this line, entries lack their files, and a resume skips them.
             write_manifest(self.manifest_path, manifest)
         except OSError as error:
             return [f"damaged checkpoints could not be renamed: {reason_of(error)}"]
@@ -477,8 +484,10 @@ class CheckpointFolder:
         remove_unlisted(self.path, self.objects, manifest)
         if free_bytes(self.path) >= _with_margin(need_bytes):
             return manifest
+        # Until the new checkpoint is committed, the run has one fewer than usual.
         smaller = manifest.retire(keep, NUM_ALWAYS_KEPT - 1)
         if len(smaller.entries) < len(manifest.entries):
+            # First the manifest, which must never list removed files.
             write_manifest(self.manifest_path, smaller)
             remove_unlisted(self.path, self.objects, smaller)
             manifest = smaller
@@ -604,6 +613,7 @@ def remove_unlisted(folder: Path, objects: Path, manifest: Manifest) -> list[str
         with open_directory(objects, os.O_NOFOLLOW) as at:
             for path in folder.iterdir():
                 is_unlisted = EPOCH_NAME.fullmatch(path.name) and path.name not in manifest.names
+                # A file that the user has put there under such a name stays.
                 if is_unlisted and any(has_same_bytes(path, objects / name) for name in names):
                     os.unlink(path)
                     failpoint("ckpt.retired_name")

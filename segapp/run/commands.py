@@ -216,6 +216,7 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
     """Put a command into a run's inbox, and return its id, which its answers contain; CommandError if that fails."""
     inbox = Path(folder) / "commands"
     num_waiting = len(_names_in(inbox))
+    # A stop must reach the run in any case.
     if num_waiting >= MAX_WAITING and command.kind in ("set", "checkpoint"):
         why = f"{num_waiting} files wait in {inbox}, and at most {MAX_WAITING} may"
         raise CommandError(f"{command.kind} was not sent: {why}: wait for their answers, or remove them", path=folder)
@@ -227,6 +228,7 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
         "t": round(now_s, 6),
         "command": command.model_dump(exclude_unset=True) | {"kind": command.kind},
     }
+    # The time comes first, so that the names sort in the order of sending.
     path = inbox / f"{int(now_s * 1e9):020d}-{command_id}.json"
     try:
         write_atomic(path, json.dumps(body, allow_nan=False), point="command")
@@ -394,6 +396,7 @@ def _parse_envelope(content: bytes, command_id: str) -> tuple[str, Command]:
         raise CommandError(f"not JSON: {_shown(str(error))}") from None
     if not isinstance(raw, dict) or raw.get("v") != 1:
         raise CommandError("not a command of version 1")
+    # Answers are found by the id, and answered files by their names.
     if raw.get("id") != command_id:
         raise CommandError("its id is not the one in its file name")
     by = raw.get("by")

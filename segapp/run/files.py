@@ -79,6 +79,7 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
     real, found, longest = os.path.realpath(path), None, 0
     for words in lines:
         place = words[4].replace("\\040", " ")
+        # The deepest mount counts, and of several at one place the last, which covers the others.
         if (real == place or real.startswith(place.rstrip("/") + "/")) and len(place) >= longest:
             found, longest = words[words.index("-") + 1], len(place)
     return found
@@ -257,6 +258,7 @@ def write_atomic(
             for part in [data] if isinstance(data, bytes) else data:
                 write_all(fd, part)
             failpoint(point + ".before_fsync")
+            # Before the rename: a power cut could otherwise keep the new name without the content.
             if not is_derived:
                 os.fsync(fd)
         finally:
@@ -267,6 +269,7 @@ def write_atomic(
         remove_quietly(temporary)
         raise
     failpoint(point + ".after_rename")
+    # The rename itself is durable only with its directory.
     if not is_derived:
         fsync_directory(path.parent)
 

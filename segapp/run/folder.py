@@ -130,6 +130,7 @@ class RunFolder:
             StorageError: The folder cannot be created, its file system has no locks, or `check` refuses it.
         """
         try:
+            # Refused before anything is created.
             check_locks(Path(path or root))
             folder = cls(path or _new_directory(Path(root), name), is_made=path is None or not Path(path).exists())
             if path is not None:
@@ -187,6 +188,7 @@ class RunFolder:
             time.sleep(_BUSY_LOOK_S)
         with contextlib.suppress(OSError):
             body = this_process().model_dump() | {"acquired_s": round(time.time(), 3), "job": job_of(environ)}
+            # In place, because the lock belongs to this file and would not follow a new one of the same name.
             os.ftruncate(self._file_lock.fd, 0)
             os.pwrite(self._file_lock.fd, json.dumps(body).encode(), 0)
             self._make_subfolders()

@@ -91,6 +91,7 @@ class FileLock:
         except OSError:
             return None
         try:
+            # Asking does not take the lock, so a trainer that starts now is not refused.
             answer = _ofd(fd, fcntl.F_OFD_GETLK, fcntl.F_RDLCK) if _HAS_OFD_LOCKS else None
         except OSError:
             return None

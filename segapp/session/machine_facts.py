@@ -77,6 +77,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
     if key in MAY_DIFFER:
         return
     inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
+    # Sections in a list are compared key by key; another list is one value.
     if isinstance(value, list) and any(isinstance(each, Mapping | list) for each in value):
         inner = enumerate(value)
     elif not isinstance(value, Mapping):

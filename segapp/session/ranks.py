@@ -122,6 +122,7 @@ def _compare_machines(config: RunConfig, ranks: Ranks, machines: Sequence[str]) 
     if len(set(machines)) == 1:
         return
     is_first = machines.index(machines[ranks.rank]) == ranks.rank
+    # A collective, so ranks that describe no machine call it, too.
     told = ranks.gather(facts_of(config).as_json() if is_first else None)
     agreement = compare([MachineFacts.from_json(text) for text in told if text is not None])
     if agreement.note and is_first:

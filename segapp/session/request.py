@@ -62,6 +62,7 @@ def plan_request(config: str | None, overrides: Sequence[str], run: Path | None,
     """
     request = _plan(config, overrides, run, resume)
     name_trackers(request.config.log, [key for key in TRACKERS if ("log", key) in parse_overrides(overrides)])
+    # A config in a run folder may be another user's, whose trackers this user has not chosen.
     if config is not None and not any(is_run(each) or is_sweep(each) for each in find_config(config).resolve().parents):
         name_trackers(load_config(config, overrides).log)
     distill = request.config.distill
@@ -148,6 +149,7 @@ def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
     """Return the newest run with a name (or with any) that has a checkpoint; otherwise the newest that has begun."""
     if run is not None:
         return RunFolder(run) if is_run(run) else None
+    # The second run of a name is NAME-2.
     pattern = re.compile(r".*" if name is None else re.escape(name) + r"(-\d+)?")
     runs = [each for each in run_folders() if pattern.fullmatch(each.path.name) and not each.is_failed_start()]
     saved = (each for each in runs if not CheckpointFolder(each.checkpoints).is_untouched())
@@ -232,5 +234,6 @@ def _meeting_point(environ: Mapping[str, str]) -> dict[str, str | None]:
         address = "".join(first.group("start", "number", "end")) if first["number"] else first["start"]
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     if not port and job.isdecimal() and step.isdecimal():
+        # Steps of jobs on the same machine need different ports, and every task must compute the same one.
         port = str(20000 + (16 * int(job) + int(step)) % 30000)
     return {"MASTER_ADDR": address, "MASTER_PORT": port}

@@ -120,6 +120,7 @@ def changed_length_note(
         build_schedule(config.schedule, config.optim.lr, total_steps=length, steps_per_epoch=per_epoch)
         for length in (old_total, total)
     )
+    # Compared as text: a difference that the note would not show is none.
     old_lr, lr = (f"{lr_factor * rate:.3g}" for rate in (old_shape(min(step + 1, old_total)), shape(step + 1)))
     if old_lr == lr:
         return None

@@ -294,6 +294,7 @@ def _start_of(
 ) -> tuple[Start, set[tuple[int, ...]]]:
     """Return the settings of the first step, and the splits that ran out of memory on a rank since the checkpoint."""
     step, folder, ranks = 0 if checkpoint is None else checkpoint.step, context.folder, context.ranks
+    # The main rank reads, because files on a network file system may look older on another machine.
     fallbacks = ranks.from_main(fallbacks_after(folder, step) if ranks.is_main else None)
     changes = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
     failed = {each.failed_split for each in fallbacks if each.failed_split is not None}
@@ -330,6 +331,7 @@ def _build_datasets(
             "start at most one rank per image",
             key="parallel.devices",
         )
+    # This memory is still free, but the first epoch will take it.
     if train_set.cache is not None and train_set.cache.files.kind == "ram":
         common["promised_bytes"] = train_set.cache.state().missing_bytes
     val_set = build_dataset(config.data, scheme, val_split, is_training=False, most=num_val, **common)
@@ -356,6 +358,7 @@ def _build_parts(
     assembler = StepAssembler(config, scheme, None if config.distill is None else read_trained(config.distill.teacher))
     sets = saved_plan.recompute if saved_plan is not None and config.train.recompute == "auto" else None
     if sets is not None and devices.mode == "ddp":
+        # The plan has the blocks of all ranks.
         sets = (sets[ranks.rank],)
     live = start.divisible(config.train.batch_size, ranks.world_size * len(devices.devices))
     shares = None if live.shares is None else tuple(live.shares)
@@ -363,6 +366,7 @@ def _build_parts(
     parts = assembler.build_parts(
         layout,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),
+        # A checkpoint has all weights except the frozen base below adapters.
         with_weights=checkpoint is None or "base" in checkpoint.state,
     )
     if checkpoint is not None:

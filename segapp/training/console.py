@@ -76,6 +76,7 @@ class PlainReporter:
             case Alert():
                 self._line(f"alert: {printable(event.message)}")
             case RunEnd():
+                # The command prints the error of a failed training.
                 if event.status != "failed" or not self.is_error_shown:
                     again = "; --resume continues from it" if event.exit_code == EXIT_STOPPED_AND_SAVED else ""
                     self._line(f"{event.status}: {printable(event.reason or '')}{again}")
@@ -115,6 +116,7 @@ class PlainReporter:
         now = time.monotonic()
         per_epoch = self._start.steps_per_epoch
         in_epoch = event.step - (event.epoch - 1) * per_epoch
+        # The last step of an epoch is shown in any case, before the line of the evaluation.
         if now - self._last_line_s < self.interval_s and in_epoch < per_epoch:
             return
         self._last_line_s = now

@@ -122,9 +122,11 @@ def epoch_divergence(first: float, losses: Sequence[float], num_classes: int) ->
     >>> epoch_divergence(2.4, [3.0, 2.3, 2.0], 11)
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
+    # A run that was at times better than at its start has not diverged.
     if len(finite) < _LEAST_STEPS or not math.isfinite(first) or min(finite) <= first:
         return None
     mean = math.fsum(finite) / len(finite)
+    # A guess of the class has a loss of log(C), which is no divergence, however low the first loss was.
     if mean <= DIVERGED * max(first, math.log(max(num_classes, 2))):
         return None
     return f"the loss of each step was above the loss of the first step ({first:.3g}), {mean:.3g} on average"

@@ -201,6 +201,7 @@ class TrainingReporter:
         self._learning = LearningWatch(facts.start, facts.config)
         if self.event_log.writer is not None:
             events = EventReader(self.event_log.writer.path).read_kinds("run_start", "val", "alert")
+            # What the run has said before a resume is not said again.
             self._learning.replay(events, resumed_from_step or 0)
         live = self.controller.settings
         present = {

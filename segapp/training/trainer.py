@@ -215,6 +215,7 @@ class Trainer:
                 if self._is_early_stop:
                     reason = f"no better {self.settings.monitor} for {self.settings.early_stop} evaluations"
                     break
+                # The epoch is not over after an evaluation within it.
                 is_between = self.position.batch == 0 and not self.progress.is_complete
                 if self.controller.requests.stop is not None and is_between:
                     raise StopRequest("asked to stop after the epoch")

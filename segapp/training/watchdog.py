@@ -117,6 +117,7 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)
         if others:
+            # The signal only starts the others' writing, and this process ends next.
             time.sleep(_OTHERS_S)
         elif self.num_workers:
             time.sleep(0.2)

@@ -42,6 +42,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(raw, dict):
         return None
     seq, t = raw.get("seq"), raw.get("t")
+    # To isinstance, True is a number.
     has_frame = type(raw.get("v")) is int and type(seq) is int and isinstance(t, (int, float)) and t is not True
     if not has_frame or not isinstance(raw.get("type"), str):
         return None
@@ -278,6 +279,7 @@ class EventReader:
         """Open the file, again if the path now names another one; return False if it does not exist."""
         try:
             there = os.stat(self.path)
+            # A rewind replaces the file by a shorter one.
             if self._fd >= 0 and not (os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self._offset):
                 self._start_again()
             if self._fd < 0:

@@ -69,6 +69,7 @@ class EventWriter:
             fields = sorted(set(_null_non_finite(body, event.type)))
             if self._make_room(event.type):
                 self._pending.append(body)
+                # On a full disk, not every step waits for a failing write.
                 if self.problem is None or time.monotonic() >= self._retry_at_s:
                     self.flush()
             for field in fields:
@@ -91,6 +92,7 @@ class EventWriter:
                     self.problem = error.strerror or str(error)
                     self._retry_at_s = time.monotonic() + 1.0
                     return False
+                # Removed only after it was written, so that a failure keeps the order.
                 self._pending.popleft()
             self.problem = None
             if had_problem is not None:
@@ -176,6 +178,7 @@ class EventWriter:
                         seq += 1
                         yield _encode({**raw, "seq": seq})
                     has_own_line |= is_own_line(raw, point)
+                # The moved lines are durable before the file without them replaces it.
                 rewound.flush()
                 os.fsync(rewound.fileno())
 
@@ -306,6 +309,7 @@ def find_repeated(file: BinaryIO, point: RewindPoint) -> tuple[int | None, bool]
     offset, has_own_line = 0, False
     for line in _pieces(file):
         found = FREQUENT_LINE.match(line)
+        # Most lines are early steps, for which no JSON need be parsed.
         if found is None or int(found[1] or 0) > point.step:
             raw = parse_line(line)
             if raw is not None and is_repeated(raw, point, is_after_own=has_own_line):

@@ -83,6 +83,7 @@ class BatchSplit:
         self.checker = SplitChecker(
             batch_size,
             len(self.current or (batch_size,)),
+            # On one device there is nothing to split, whatever the mode.
             mode=mode if is_split or mode == "model" else "single",
             smallest_chunk=network.smallest_chunk,
             needs_samples=network.needs_samples,

@@ -213,6 +213,7 @@ class ChangeRecord:
                 effects += self._cancelled(older, reason)
                 continue
             if over:
+                # Viewers show a pending split until an event ends it.
                 if older.is_split and over & SPLIT_SETTINGS:
                     effects.append(_event(older, "cancelled", self.settings, reason))
                 left = {name: value for name, value in older.values.items() if name not in over}
@@ -281,6 +282,7 @@ class ChangeRecord:
                 effects.append(_event(trial.change, "applied", trial.old, split=split, **measured))
                 effects.append(_applied(trial.change, f"split {dots(split)}", trial.step))
         trial = replace(trial, steps_left=trial.steps_left - 1)
+        # Short batches do not use the whole split, so a trial lasts at least until a full one was measured.
         is_over = trial.steps_left <= 0 and trial.is_measured
         return replace(self, trial=None if is_over else trial), effects
 
@@ -292,6 +294,7 @@ class ChangeRecord:
         trial = self.trial
         if trial is None or trial.old_split is None:
             return None
+        # That a split failed is no request to switch auto off.
         is_auto = self.settings.gpu0_bsz_auto or trial.old.gpu0_bsz_auto
         old = {"gpu0_bsz": trial.old.gpu0_bsz, "shares": trial.old.shares, "gpu0_bsz_auto": is_auto}
         record = replace(self, settings=with_changes(self.settings, old), trial=None)
@@ -302,5 +305,6 @@ class ChangeRecord:
             effects.append(_event(trial.change, "reverted", trial.old, reason, trial.old_split, epoch=trial.epoch))
             rest = {name: value for name, value in trial.change.values.items() if name not in SPLIT_SETTINGS}
             answer = Answered(replace(trial.change, values=rest), "applied" if rest else "rejected", reason)
+            # A measured split was answered, and a command gets one final answer.
             effects += [] if trial.is_measured else [answer]
         return record, effects, done

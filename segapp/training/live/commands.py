@@ -94,6 +94,7 @@ class CommandController:
         if is_pause and not self.requests.is_paused:
             self.requests.is_paused = True
             self._open["pause"].append(received)
+        # The pause was requested before and has not begun, so both commands wait for it.
         elif is_pause and self._open["pause"]:
             self._open["pause"].append(received)
         elif is_pause:
@@ -118,6 +119,7 @@ class CommandController:
         self._become(*self.record.cancel(command.id, reason), step=position.step)
         is_any = self.record.waiting != before
         stops = [each for each in self._open["stop"] if command.id in (None, each.id)]
+        # A stop that was requested for now has begun, and cannot be canceled.
         if self.requests.stop == "epoch" and stops:
             self._open["stop"] = [each for each in self._open["stop"] if each not in stops]
             self.requests.stop = "epoch" if self._open["stop"] else None
@@ -177,6 +179,7 @@ class CommandController:
         for effect in effects:
             if isinstance(effect, Gpu0Bsz):
                 self._event_log.emit(effect.model_copy(update={"checker": self.split_checker().to_json()}))
+            # Nobody waits for the answer to a change by auto or of a replay.
             elif effect.change.received is not None:
                 values = effect.change.values if effect.status == "applied" else None
                 at = step if effect.step is None else effect.step
@@ -226,6 +229,7 @@ class CommandController:
         record = self.record.with_due_replays(step)
         has_replays = record.replays != self.record.replays
         if not (has_replays or is_frozen) and record.requested.gpu0_bsz_auto:
+            # The request of a person has precedence.
             has_split = any(change.is_split for change in record.waiting)
             move = None if has_split else self.split_checker().best_move()
             if move is not None:

@@ -52,6 +52,7 @@ def next_eval_fallback(
     """
     window, effect = inference.window_px, "its scores differ slightly from those before"
     smaller = None if window is None else smaller_window(window)
+    # The first keeps the scores, so it comes before those that change them.
     rows = (
         Fallback(
             batch_size > 1 and not settings.is_eval_single,
@@ -154,6 +155,7 @@ class OomPolicy:
         if reverted is not None:
             self._report(report, action=f"{reverted}; the step was repeated")
             return
+        # Some parameters have their new values, so the step cannot be repeated.
         if not self._engine.is_whole:
             raise self._give_up(report, "the optimizer update was interrupted: resume from the last checkpoint")
         fallback = self._next_step_fallback(position)
@@ -170,6 +172,7 @@ class OomPolicy:
         """Report the error of one of several ranks, with the fallback for the resume; return the error to raise."""
         self._has_left_step = True
         report = _placed(examine(error, self._memory, self._ranks.rank), position)
+        # Read before the revert, which changes it.
         failed = self._controller.batch_split.current
         reverted = self._controller.revert_split(report.problem or "", position.step)
         action, advice = "all ranks stop: the others wait in a collective of this step", self._advice(report)

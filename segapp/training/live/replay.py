@@ -52,6 +52,7 @@ def fallbacks_after(folder: RunFolder, step: int) -> list[Adopted]:
     adopted: list[Adopted] = []
     for raw in (*EventReader(folder.events).read_kinds("settings"), *(raw for raw, _ in _rank_reports(folder))):
         at, names = int(raw.get("step") or 0), {*(raw.get("fallbacks") or ())} & {*FALLBACKS}
+        # JSON has lists for tuples, which would not compare as equal.
         known = LiveSettings.model_validate({name: raw["fallbacks"][name] for name in names})
         found = Adopted(at, known.model_dump(include=names), _failed_split(raw))
         if at >= step and (names or found.failed_split) and found not in adopted:

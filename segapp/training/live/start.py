@@ -94,6 +94,7 @@ def _replanned(
         return (gpu0_bsz if len(locations.names) > 1 else None), None
     if (settings.gpu0_bsz, settings.shares) == (None, None) or len(locations.names) < 2:
         return None, None
+    # Without a split, the devices of the checkpoint count alike.
     last = devices["split"] or (1,) * len(devices["names"])
     planned = replan_shares(last, devices["names"], locations.names, batch_size)
     return (planned[0], None) if settings.shares is None else (None, list(planned))

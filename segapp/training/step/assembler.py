@@ -318,6 +318,7 @@ class StepAssembler:
             ConfigError: the split, the batch, or a stage does not suit the model or the devices.
         """
         config, device, model = self.config, layout.devices[0], parts.model
+        # dp on one device runs the bare network, so features that exclude dp are possible.
         is_one_device = layout.mode == "dp" and len(layout.devices) == 1
         check_mode(config, "single" if is_one_device else layout.mode)
         if backend is None:
@@ -436,6 +437,7 @@ class StepAssembler:
     ) -> None:
         """Set how many samples each device needs; ConfigError if the split gives one fewer."""
         split = network.split_of(self.config.train.batch_size)
+        # Synchronized layers see the whole batch, so one sample on a device is enough.
         if not self.config.parallel.sync_bn:
             network.smallest_chunk = smallest_chunk(
                 NormalizedInput(network.model, inner.preprocessing), self._example()

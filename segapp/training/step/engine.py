@@ -248,6 +248,7 @@ class StepEngine:
         of every micro-batch; buffers and random numbers are restored after it.
         """
         sums: LossStatistics | None = None
+        # The second forward pass must draw the same dropout masks as this one.
         rng = None if self.criterion.is_linear else capture_torch_rng(self._rng_devices)
         for batch in batches:
             if self.criterion.is_linear:
