@@ -338,6 +338,7 @@ def _read_run(path: Path) -> tuple[History, int]:
         if item["type"] == "run_start":
             start = cast(RunStart, parse_event(item))
             classes, resumed = start.classes, start.resumed_from_step
+            # A resume repeats the steps after its checkpoint, and their evaluations.
             rows, step = (rows, step) if resumed is None else ([row for row in rows if row.step <= resumed], resumed)
         elif item["type"] == "val":
             val = cast(Val, parse_event(item))

@@ -45,10 +45,12 @@ def check_values(content: Any, most: int, most_chars: int | None = None) -> None
     A value that is referred to several times counts every time, because a copy or a text of it repeats it.
     """
     level, num_values, num_chars = [content], 0, 0
+    # By levels, because recursion ends at Python's own limit.
     for _ in range(MAX_DEPTH + 1):
         num_values += len(level)
         num_chars += sum(len(one) for one in level if isinstance(one, str | bytes))
         parts = [one for one in level if isinstance(one, Mapping | list | tuple | set)]
+        # Before the next level is made, which repeated values could make too large.
         if num_values + sum(map(len, parts)) > most or (most_chars is not None and num_chars > most_chars):
             break
         if not parts:

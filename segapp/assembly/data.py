@@ -171,6 +171,7 @@ def _cache_files(
             own = memory_files()
         except OSError as error:
             own = str(error)
+    # An error is exchanged like files, so that no rank waits for files that were not made.
     found = ranks.gather(own)[first_here]
     if isinstance(found, str):
         raise OSError(found)

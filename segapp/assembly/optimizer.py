@@ -199,6 +199,7 @@ _STAGE_END = re.compile(r"(?:^|\.)(?:stages|layers)[._](\d+)\.norm\.")
 _MIT_STAGE_END = re.compile(r"(?:^|\.)norm(\d+)\.(?:weight|bias)$")
 _STEM = re.compile(r"(?:^|\.)(?:stem(?:_\d+)?|patch_embed|pos_embed|(?:cls|reg|mask|dist)_token|rope|norm_pre)(?:\.|$)")
 _END = re.compile(r"(?:^|\.)(?:norm|fc_norm)\.(?:weight|bias)$")
+# After every number of a stage or a block.
 _LAST = 10**6
 
 

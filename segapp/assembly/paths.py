@@ -30,6 +30,7 @@ def check_paths(config: RunConfig, *, is_new: bool = True, copies: Container[str
     _check_data(config.data, split_names(config.data))
     for key in ("weights", "weights_backbone") if is_new else ():
         value = getattr(config.model, key) or ""
+        # Another value is the name of weights, such as `imagenet`.
         is_path = "/" in value or Path(value).suffix.lower() in (".pt", ".pth", ".bin", ".safetensors")
         if is_path and not any(os.path.exists(path) for path in (value, Path("runs") / value)):
             message = f"model.{key}: no file {value}; give the path of a weights file"
@@ -80,6 +81,7 @@ def _names_network(word: str) -> bool:
     path, run = Path(word), Path("runs") / word
     if path.is_file():
         return path.suffix.lower() in NETWORK_SUFFIXES
+    # ./NAME means the folder here, and not the run of this name.
     is_name = not word.startswith((".", "/")) and is_run(run)
     if is_name and path.exists() and not is_run(path):
         raise ConfigError(f"{printable(word)} is a run and a folder here: name {run} or ./{printable(word)}")

@@ -178,6 +178,7 @@ class CheckpointSaver:
         `is_last`: wait for the write instead of copying the state.
         """
         with self._during_save():
+            # One writer at a time, because a second copy of the state would need more memory.
             self.wait()
             began_s = time.perf_counter()
             captured = replace(self._capture(), is_best=is_best)
@@ -312,6 +313,7 @@ class CheckpointSaver:
                 entry, messages = save_checkpoint(self._folder, captured.state, facts, is_best=is_best,
                                                   finished_epoch=epoch, keep=self._rules.keep)  # fmt: skip
                 self._report(captured, entry, messages, copy_s, time.perf_counter() - write_began_s)
+                # Only after the commit, so that a failed save is tried again.
                 del self._unwritten[0]
             self._retry_s = RETRY_S
         except Exception as error:

@@ -85,6 +85,7 @@ def matching_names(pattern: str | None) -> list[ModelName]:
         parts = {part for name in names for part in (name.label, *name.label.split("/"))}
         hint = did_you_mean(pattern, sorted(parts), most=3) or "check the spelling"
         raise ConfigError(f"{pattern!r} matches no model: {hint} (segapp models lists the families)")
+    # A whole name may also be a part of longer ones.
     return exact or found
 
 

@@ -236,6 +236,7 @@ def control_run(
     if problem is not None:
         print(f"rejected: {printable(problem)}", file=sys.stderr)
         return NOT_APPLIED
+    # Opened before the command is sent, so that no answer is missed.
     reader = EventReader(folder.events, last_bytes=0)
     command_id = send_command(folder.path, command)
     print(f"sent {command_id}: {format_command(command)}", flush=True)
@@ -253,6 +254,7 @@ def split_problem(command: Command, folder: RunFolder) -> str | None:
         return None
     view = View()
     fold_file(view, folder.events)
+    # The trainer has not written its facts yet, and checks the split itself.
     if view.start is None:
         return None
     checked = view.split_checker.check(command.gpu0_bsz, command.shares)

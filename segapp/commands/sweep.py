@@ -338,6 +338,7 @@ def run_name(labels: Sequence[str], settings: Mapping[str, str], taken: Mapping[
         words.append(f"{key if count[short] > 1 else short}{'_' if value[:1].isalpha() else ''}{value}")
     name = "-".join(re.sub(r"[^A-Za-z0-9.+-]+", "_", word).strip("_") for word in words) or "run"
     if name in taken or len(name) > _MAX_NAME_CHARS or not name[0].isalnum() or name == "configs":
+        # Names that are cut or equal would otherwise share a folder.
         digest = sha256(json.dumps([labels, settings]).encode()).hexdigest()[:8]
         name = f"{name[:_MAX_NAME_CHARS].lstrip('.-+_') or 'run'}-{digest}"
     return name

@@ -128,6 +128,7 @@ def bucket_assignment(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return which tensors, in the order of their gradients, share each bucket of DDP's reducer."""
     first_bytes, order = dist._DEFAULT_FIRST_BUCKET_BYTES, list(range(len(tensors)))  # type: ignore[attr-defined]
     assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    # 25 MiB is DDP's default for all buckets after the first.
     buckets, _ = assign(list(tensors), [first_bytes, 25 * 2**20], [False] * len(order), order)
     return buckets
 
@@ -199,6 +200,7 @@ def is_tcp_store(connection: socket.socket) -> bool:
 
     Its constructor waits without a limit for what accepts connections and does not answer.
     """
+    # Two queries and the validation number of the protocol, from TCPStoreBackend.hpp.
     validate, magic, num_keys = 0, 0x3C85F7CE, 7
     try:
         connection.sendall(struct.pack("=BIB", validate, magic, num_keys))

@@ -231,6 +231,7 @@ def _check_secrets(raw: Any, locations: KeyLocations, loc: tuple[str, ...] = ())
     key, problem = ".".join(loc), ""
     if any(isinstance(text, str) and without_secrets(text) != text for text in (raw, *loc[-1:])):
         problem = "holds a password or token, which the files of the run would contain: write the address without it"
+    # Normalized, because a full-width @ or colon could hide a password.
     elif loc[:2] == ("log", "mlflow") and isinstance(raw, str) and not _TRACKING_URI.fullmatch(normalize("NFKC", raw)):
         problem = "is no plain address (not shown, as it may hold a password): write http://HOST:PORT, sqlite:///FILE"
     if problem:

@@ -46,6 +46,7 @@ class KeyLocations:
         That is `file:line` of the key or of the nearest key above it, or the file for a key that is not in it. It is
         the command line if it gives the key, or another key that conflicts with the key in the file.
         """
+        # Without the command line, the file has no problem with this key.
         if self.overrides and self.wrong_in_file is not None and loc not in self.wrong_in_file:
             return "command line"
         for end in range(len(loc), 0, -1):
@@ -113,6 +114,7 @@ def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[Con
             for item in errors:
                 value = None if item["type"] == "missing" else item["input"]
                 problems.append(ConfigError(_describe_problem(item, loc, locations), key=".".join(loc), value=value))
+    # The errors of a union may have the same text.
     return list({str(problem): problem for problem in problems}.values())
 
 

@@ -218,6 +218,7 @@ def build_part(
     taken = {word: value for word, value in offered.items() if takes(factory, word)}
     try:
         return factory(*given, **taken, **options)
+    # A sentence that is written for the user stays.
     except SegappError:
         raise
     except Exception as error:
@@ -275,6 +276,7 @@ def raised_at(error: BaseException, parts: Mapping[str, str]) -> tuple[str, str]
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    # The mistake is at the first cause, which is the last link.
     for each in reversed(chain):
         for frame, line in reversed(list(traceback.walk_tb(each.__traceback__))):
             path = Path(frame.f_code.co_filename).resolve()

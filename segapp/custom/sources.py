@@ -127,6 +127,7 @@ def kept_sources(name: str, parts: Path) -> dict[str, Sources]:
                 files[dotted] = replace(file, is_copy=True)
                 num_bytes += len(file.content)
         sources = Sources(module, folder, files)
+        # A copy that was changed no longer has the hash in its folder's name.
         if module in files and sources.sha256[:_NAME_LENGTH] == folder.name:
             found[sources.sha256] = sources
     return found
@@ -165,6 +166,7 @@ def _read(root: Path, module: str, max_bytes: int) -> SourceFile | None:
                 return None
             content = file.read(max_bytes + 1)
     except FileNotFoundError:
+        # A package needs no `__init__.py`.
         return SourceFile(path, b"", is_package) if is_package else None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: make it readable, or leave out its import", path=path) from error

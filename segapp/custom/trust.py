@@ -132,6 +132,7 @@ def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[
         if code.name in typed or accepted & {"1", exact}:
             return True
         known = [line[1:] for line in record if line[0] == first]
+        # Users change their own components, so one that this config named before stays known.
         was_here = not is_stored and any(where == here for _, where in known)
         return any(each == exact for each, _ in known) or (was_here and code.is_users_own(origin))
 

@@ -182,6 +182,7 @@ def _os_reason(path: Path, error: OSError) -> str:
     """Return why a file could not be read, and what to do."""
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         target = os.readlink(path)
+        # git-annex keeps a link to each file that was not fetched yet.
         cure = "run git annex get" if ".git/annex" in target else "restore that file, or remove the link"
         return f"a broken link to {shown(target)}, which does not exist: {cure}"
     if isinstance(error, FileNotFoundError):
@@ -338,6 +339,7 @@ def _tags_of(file: BinaryIO) -> TiffTags | None:
         file.seek(0)
 
 
+# Color type in the chunk IHDR -> bands; a palette (3) counts as its colors.
 _PNG_BANDS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 

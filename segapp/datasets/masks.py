@@ -239,12 +239,15 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme, nodata: float 
     stored = ids
     ids, ignored = _with_ignored(stored, path, scheme, nodata)
     if ignored is None:
+        # `cv2.LUT` takes exactly 256 entries.
         table = table[:256]
     else:
         if (~ignored & ((ids < 0) | (ids > 65_535))).any():
             raise unknown_ids_error(path, scheme, count_ids(stored, path, scheme, nodata))
+        # Ignored values may be outside the table.
         ids = np.where(ignored, 0, ids).astype(np.uint16)
     unused = scheme.unused_id
+    # Unknown ids become a value that no class has, so that one comparison finds them.
     usable = np.where(table == UNKNOWN_ID, unused, table).astype(scheme.dtype)
     mapped = np.asarray(cv2.LUT(ids, usable) if ids.dtype == np.uint8 else usable[ids])
     if ignored is not None:
@@ -260,6 +263,7 @@ def _with_ignored(
     """Return the ids (H, W) of a mask as integers, and which are ignored whatever the table says; None for none."""
     if nodata is not None and 0 <= nodata <= 65_535 and _table(path, scheme)[int(nodata)] != UNKNOWN_ID:
         nodata = None
+    # The usual mask needs no further pass over its pixels.
     if ids.dtype == np.uint8 and nodata is None:
         return ids, None
     ids, is_missing = whole_ids(ids, path, nodata)

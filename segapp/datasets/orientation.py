@@ -62,6 +62,7 @@ def has_same_ratio(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def fit_of(image: Header, drawn_px: Size | None, *, may_scale: bool = False) -> Fit:
     """Return the image that a drawing of this size fits; with `may_scale`, the ratio of the sides decides at last."""
+    # An equal size says more than an equal ratio.
     for agree in (operator.eq, has_same_ratio)[: 1 + may_scale]:
         is_upright, is_raw = (drawn_px is None or agree(size, drawn_px) for size in (image.size_px, image.raw_px))
         if is_upright or is_raw:

@@ -199,6 +199,7 @@ def freed_memory_kept(on_cpu: bool) -> Iterator[None]:
     global _num_keeping
     libc = ctypes.CDLL(None) if on_cpu and platform.libc_ver()[0] == "glibc" else None
     with _keeping:
+        # Counted, because an evaluation within a training must not end the setting.
         _num_keeping += on_cpu
         if libc is not None and _num_keeping == 1:
             libc.mallopt(_M_MMAP_MAX, 0)

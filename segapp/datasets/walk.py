@@ -144,5 +144,6 @@ def on_disk(path: Path) -> Path:
     if str(path).isascii() or os.path.lexists(path) or path == path.parent:
         return path
     parent = on_disk(path.parent)
+    # On Linux two names that are equal in NFC may exist; then none of them is meant.
     same = [name for name in os.listdir(parent) if composed(name) == composed(path.name)] if parent.is_dir() else []
     return parent / (same[0] if len(same) == 1 else path.name)

@@ -344,6 +344,7 @@ def spread_over(counters: Sequence[DeviceCounter]) -> Iterator[Callable[[Batch |
 
     try:
         yield add
+        # Here the errors of the threads are raised.
         for each in itertools.chain(*waiting):
             each.result()
     finally:

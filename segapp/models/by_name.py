@@ -134,6 +134,7 @@ def build_model(
         model = build_python(name, num_classes, options or {}, in_channels)
     else:
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
+    # Before the weights, because it removes modules that never run, whose tensors a file need not have.
     inspect_model(model)
     if weights_backbone is not None:
         _load(model, BACKBONE_KEY, weights_backbone, is_partial=partial_weights)

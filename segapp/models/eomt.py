@@ -85,6 +85,7 @@ class EomtModel(SegmentationModel):
                 queries = self.queries.expand(tokens.shape[0], -1, -1).to(tokens.dtype)
                 tokens = torch.cat([tokens[:, : self.num_prefix], queries, tokens[:, self.num_prefix :]], 1)
             options = {} if rope is None else {"rope": rope}
+            # The masks of earlier blocks are only for learning: they have losses, and guide the attention.
             if number >= first and self.training and self.aux:
                 masks, classes, _ = self._predict(tokens, grid)
                 earlier += [masks, classes]

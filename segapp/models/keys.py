@@ -205,6 +205,7 @@ def _best_renaming(
         taken = {name: there for name, there in pairs if fits(name, found[there], wanted[name])}
         if len(taken) > len(best_taken):
             best, best_taken, rival = renaming, taken, None
+        # The same tensors under two names are no second model.
         elif taken and len(taken) == len(best_taken) and set(taken.values()).isdisjoint(best_taken.values()):
             rival = taken
     if rival is not None:

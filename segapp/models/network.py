@@ -183,6 +183,7 @@ class SegmentationModel(nn.Module):
             ConfigError: a pattern matches nothing, or nothing is left to train.
         """
         chosen = {name for pattern in patterns for name in self.names_matching(pattern, "model.freeze")}
+        # `unfreeze` must not train parameters that never had a gradient.
         frozen = [name for name, p in self.named_parameters() if name in chosen and p.requires_grad]
         for name in frozen:
             self.get_parameter(name).requires_grad_(False)

@@ -31,11 +31,13 @@ class OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         tensors = (value for value in args if isinstance(value, Tensor))
         device = next((tensor.device for tensor in tensors), torch.device(kwargs.get("device") or "cpu"))
+        # The generator is for the CPU, and the meta device draws nothing.
         if device.type != "cpu":
             return func(*args, **kwargs)
         overload = _overload_with_generator(func)
         if overload is not None:
             return overload(*args, **{**kwargs, "generator": self.generator})
+        # The global state is replaced for a moment, by one thread at a time.
         with _swapping:
             state = torch.get_rng_state()
             torch.set_rng_state(self.generator.get_state())

@@ -96,6 +96,7 @@ def check_reachable(url: str, timeout_s: float = 2.0) -> None:
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        # Behind a proxy, only the proxy can be reached.
         parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     server = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     outcome: list[OSError | None] = [TimeoutError(f"no answer from {server[0]} within {timeout_s:g} s")]

@@ -178,6 +178,7 @@ def _lines(tree: Tree, path: str, most: int = MAX_FILE_BYTES) -> list[str]:
 def _yolo_names(tree: Tree, largest: int, notes: list[str]) -> tuple[list[str], str, list[str]]:
     """Return the names of classes, the reason, and the file, if it names the largest number; note contradictions."""
     files = [one for one in find_class_files(tree) if not one.colors]
+    # data.yaml is the file of YOLO itself.
     files.sort(key=lambda one: not one.source.endswith((".yaml", ".yml")))
     notes += [one.note for one in files if one.note]
     files = [one for one in files if one.names]
@@ -388,6 +389,7 @@ def _brush(said: Field, size_px: Size) -> NDArray[np.bool_]:
             raise ValueError(f"{said.name} continues after its last pixel")
         is_set[done : done + length] = bits[first:place].reshape(num_own, value_width).any(axis=1)
         done += length
+    # The last byte is filled up with zeros.
     if bits[place:].any():
         raise ValueError(f"{said.name} continues after its last pixel")
     return is_set.reshape(*size_px, 4)[..., 3]

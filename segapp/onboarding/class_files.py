@@ -206,11 +206,13 @@ def read_json(text: str, source: str) -> ClassFile | None:
         return _of_entries(source, content["categories"], "name", [one["id"] for one in content["categories"]])
     labels = content.get("labels", content)
     if isinstance(labels, list):
+        # Mapillary has a readable name next to a technical one.
         key = "readable" if all(one.get("readable") for one in labels) else "name"
         return _of_entries(source, labels, key, range(len(labels)))
     if labels and all(key.isdigit() for key in labels):
         named = {int(key): name for key, name in labels.items()}
     else:
+        # nnU-Net maps a name to its number, and names of regions to lists.
         named = {int(value): name for name, value in labels.items() if not isinstance(value, list | dict | str)}
     named = dict(sorted(named.items()))
     return replace(_class_file(source, [*named.values()], [*named]), num_images=content.get("numTraining"))

@@ -96,6 +96,7 @@ def read_contents(pairs: Sequence[ImagePair], *, as_rgb: bool = False) -> MaskCo
     _count_all(content, masks, as_rgb=False)
     if content.values and (content.colors or as_rgb):
         _refuse_mixture(content)
+        # Some masks were counted as ids, although the others show that all have colors.
         content = MaskContent(num_all=len(pairs), sizes_px=sizes)
         _count_all(content, masks, as_rgb=True)
     return content
@@ -156,6 +157,7 @@ def count_pixels(
     if pixels.ndim == 2:
         return count_values(pixels), {}, format, {} if image is None else palette_of(image), seen
     histogram = count_values(color_codes(pixels))
+    # One color more than a mask may have, so that a photograph is recognized.
     most = sorted(histogram, key=lambda code: -histogram[code])[: MAX_COLORS + 1]
     colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
     return {}, colors, format, {}, seen

@@ -45,6 +45,7 @@ from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import first_line
 from segapp.scores import is_background
 
+# Masks are uint8, and 255 is ignored.
 MAX_CLASSES = 255
 MARK = "segapp-annotation"
 _MAX_NAMED = 5

@@ -196,6 +196,7 @@ def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -
     wanted, taken = share * len(pairs), 0
     val: set[str] = set()
     for group in sorted(sizes, key=lambda group: _rank(group, seed)):
+        # At least one group stays for training.
         if abs(taken + sizes[group] - wanted) < abs(taken - wanted) and len(val) < len(sizes) - 1:
             val.add(group)
             taken += sizes[group]

@@ -253,6 +253,7 @@ def _classes(
         why += "; the last are ignored" if len(palette) > len(named) else ""
         return Classes(names, reason, palette=palette, stored_reason=why, notes=tuple(notes), source=source)
     void = set(ignored)
+    # 255 is a class here.
     ignore_index = -1 if IGNORED in named or len(named) > IGNORED else IGNORED
     label_map = {} if [*named] == [*range(len(named))] else {value: number for number, value in enumerate(named)}
     label_map |= {value: ignore_index for value in sorted(void) if value != ignore_index and 0 <= value <= 65_535}
@@ -383,6 +384,7 @@ def _is_named(stored: Value, content: MaskContent, files: Sequence[ClassFile]) -
     """Return True if a class file names a value or a color, and not as one that is ignored."""
     last = max((value for value in content.values if value != IGNORED), default=0)
     for file in files:
+        # If the ids reach beyond the names, the list leaves out id 0.
         ids = file.ids or dict(enumerate(file.names, start=int(last >= len(file.names))))
         name = file.colors.get(stored) if isinstance(stored, tuple) else ids.get(stored)
         if name is not None and not is_void(name):

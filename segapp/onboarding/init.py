@@ -264,6 +264,7 @@ def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: 
                 write_atomic(stage / path.name, config_text(replace(facts, fold=fold)))
                 _check_draft(stage / path.name, facts.root, new_lists)
             if facts.format == "list":
+                # The lists come first, because a config must never name lists that are not there.
                 if lists.exists():
                     lists.rename(stage / "older")
                 new_lists.rename(lists)

@@ -305,6 +305,7 @@ _Rows = Sequence[tuple[str, str, str, Size | None]]
 def find_rle(tree: Tree) -> list[Layout]:
     """Return the conversions of tables of run lengths: one, or one per possible order of the pixels."""
     images = Images(tree)
+    # A sample of a submission, as Kaggle has it, holds runs without meaning.
     paths = [path for path in tree.others_named(".csv") if "submission" not in path.rpartition("/")[2].lower()]
     tables = {path: rows for path in paths if (rows := _read(tree, path, images)) is not None}
     by_image: dict[str, list[tuple[str, str]]] = defaultdict(list)

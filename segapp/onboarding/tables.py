@@ -101,6 +101,7 @@ def _delimited(text: str, suffix: str) -> Iterator[tuple[str, ...]]:
                 yield tuple(cell.strip() for cell in row)
             return
     for line in lines:
+        # A CSV file without separators has one column, whose cells may contain spaces.
         cells = (line,) if suffix in (".csv", ".tsv") else line.split()
         yield tuple(cell.strip().strip('"') for cell in cells)
 
@@ -287,6 +288,7 @@ class _NamedPairs:
         prefix, ending = common_affixes(stems)
         for pair, path, stem in zip(pairs, paths, stems, strict=True):
             for key in {str(path), str(path.with_suffix("")), path.name, stem}:
+                # A name of two images means none of them.
                 self._by_name[key] = () if key in self._by_name else (pair,)
             for key in {
                 stem[len(prefix) : len(stem) - len(ending)],

@@ -182,8 +182,10 @@ def leave_error(code: int, message: str, *, is_own: bool) -> bool:
         if is_own:
             words = {"message": message, "timestamp": int(time.time()), "code": code, "at_s": time.monotonic()}
             path.with_suffix(".part").write_text(json.dumps(words))
+            # Renamed when it is complete, because the launcher may read it at any time.
             path.with_suffix(".part").replace(path)
         try:
+            # The rank that makes this file first prints the message.
             (path.parent.parent / f"said-{digest}").touch(exist_ok=False)
         except FileExistsError:
             return False
@@ -300,12 +302,14 @@ def end_process(exit_code: int, before: Callable[[], object] = lambda: None, rep
     report = threading.Thread(target=guarded, name="last-report", daemon=True)
     report.start()
     report.join(report_s)
+    # `os._exit` would leave them running.
     signal_children(signal.SIGKILL)
     os._exit(exit_code)
 
 
 def signal_children(number: int) -> None:
     """Send a signal to every child of this process (Linux only)."""
+    # The kernel lists the children of each thread separately.
     for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listed:
             for pid in listed.read().split():

@@ -197,6 +197,7 @@ class ReplicaThreads(Generic[T]):
         with self._changed:
             self._raise_if_failed()
             self._arrived[index] = key, value
+            # Cleared first, because the turn that is given next may be this replica's own.
             self._turns[index].clear()
             if self.is_lockstep or len(self._arrived) == len(self.devices):
                 self._turns[(index + 1) % len(self.devices) if self.is_lockstep else 0].set()
@@ -246,6 +247,7 @@ class ReplicaThreads(Generic[T]):
             _thread_local.context = outer
             with self._changed:
                 self._first_end_s = self._first_end_s or time.monotonic()
+                # After the call, so that no node of this thread follows.
                 self._ended[index] = next_sequence_number()
                 self._fail_if_unreachable()
                 if self.is_lockstep:
@@ -301,6 +303,7 @@ class ReplicaThreads(Generic[T]):
     def _fail(self, index: int | None, error: BaseException) -> None:
         if self._failure is None:
             self._failure = (index, error)
+        # Every replica may run now, in order to raise.
         for turn in self._turns:
             turn.set()
         self._changed.notify()

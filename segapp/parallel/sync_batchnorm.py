@@ -384,8 +384,7 @@ class SyncBatchNorm(BatchNorm):
     def __is_divided(self) -> bool:
         """Return True if this layer has only a part of the batch, as a replica or as a rank."""
         replica = current_replica()
-        # `torch.utils.checkpoint` repeats a forward pass inside the backward pass, where no other replica meets this
-        # one.
+        # `torch.utils.checkpoint` repeats a forward pass inside the backward pass, without the other replicas.
         if replica is None and is_replica(self):
             raise RuntimeError(
                 f"{self.__name()} runs outside its replica's forward pass, without the other replicas:"

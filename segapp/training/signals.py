@@ -13,6 +13,7 @@ from typing import Literal
 
 from segapp.waiting import lines_while
 
+# EX_TEMPFAIL of sysexits.h: schedulers can start the job again.
 EXIT_STOPPED_AND_SAVED = 75
 
 _LOOK_S = 0.25

@@ -17,6 +17,7 @@ from segapp.datasets.images.windows import places_of
 Side = Annotated[int, Field(ge=1)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+# As in mmsegmentation's `RandomCrop`.
 _MAX_TRIES = 10
 
 
@@ -130,6 +131,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
             return rows.draw(self.py_random, y), columns.draw(self.py_random, x)
 
         window = draw()
+        # Any window is accepted, or there is only one.
         if self.cat_max_ratio >= 1 or (rows.free_px == 0 and columns.free_px == 0):
             return window
         for _ in range(_MAX_TRIES - 1):

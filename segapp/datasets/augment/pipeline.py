@@ -254,6 +254,7 @@ def _problem(
         return f"makes {_kind_of(image)} of {_kind_of(before[0])}: leave it out"
     if mask.dtype != before[1].dtype or mask.shape != image.shape[:2]:
         return f"makes masks of {mask.dtype}, {mask.shape} for images of {image.shape[:2]}: leave it out"
+    # Pixels that a transform fills have the value that its arguments name.
     fills = {getattr(leaf, name, None) for leaf in leaves(step) for name in ("fill_mask", "mask_drop_value")}
     strange = set(np.unique(mask).tolist()) - set(np.unique(before[1]).tolist()) - fills - {ignore_index}
     if strange:

@@ -95,6 +95,7 @@ class PixelFormat:
             is_read = stored.dtype == self.dtype and max(self.bands) <= stored.bands
         if is_read:
             return None
+        # No key of a config makes a trained model take other pixels.
         if self.is_trained:
             return f"its pixels are {stored}, but the model was {self.training}: convert it as the training images were"
         if self.bands is None:

@@ -227,6 +227,7 @@ def check_same_place(pair: ImagePair) -> None:
         return
     names = [None if place.crs is None else crs_name(place.crs) for place in (image, mask)]
     moved = np.abs(np.subtract(image.transform, mask.transform))
+    # Programs place the corner or the center of the first pixel, so an offset of half a pixel is accepted.
     is_moved = (moved > max(map(abs, image.transform[:2])) * np.array([1e-4, 1e-4, 0.75, 1e-4, 1e-4, 0.75])).any()
     if is_moved or (None not in names and names[0] != names[1]):
         said = [f"{place.transform} of {name}" for place, name in zip((image, mask), names, strict=True)]

@@ -28,6 +28,7 @@ LARGE_PX = 2**22
 """Number of pixels from which an image is read in windows; decoding a smaller one takes a few milliseconds."""
 
 _MAX_PAGES = 4096
+# Values of the tag SampleFormat.
 _KINDS = {1: "uint", 2: "int", 3: "float", 4: "uint", 5: "complex", 6: "complex"}
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 

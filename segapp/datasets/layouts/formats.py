@@ -251,6 +251,7 @@ def _meant_folder(folder: Path) -> str:
     above = next((each for each in folder.parents if each.is_dir()), None)
     if folder.exists() or above is None:
         return ""
+    # The first missing part of the path is the mistake; the others depend on it.
     wanted = folder.relative_to(above).parts[0]
     there = sorted(each.name for each in above.iterdir() if each.is_dir() and not each.name.startswith("."))
     found = closest_words(wanted, there)

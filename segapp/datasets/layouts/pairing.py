@@ -302,6 +302,7 @@ def list_lines(path: Path, how_to_get: str) -> list[str]:
         lists = [] if path.exists() or not path.parent.is_dir() else [each.name for each in path.parent.glob("*.txt")]
         hint = f"{did_you_mean(path.name, sorted(lists))} {how_to_get}".strip()
         raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {hint}", path=path) from error
+    # UTF-16 has a zero byte in each ASCII character.
     if b"\0" in data:
         raise DataError(f"{shown(path)} is not a text file in UTF-8: write one name per line", path=path)
     text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))

@@ -164,6 +164,7 @@ class _Job:
         """Group consecutive images of one size into batches that fit into the workspace."""
         waiting: list[Picture] = []
         for picture in pictures:
+            # For each image anew, because the workspace may have been halved meanwhile.
             fits = max(1, min(self.batch, self.workspace.max_px // picture.num_px))
             if waiting and (waiting[0].pixels.shape != picture.pixels.shape or len(waiting) >= fits):
                 yield waiting

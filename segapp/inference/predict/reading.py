@@ -92,6 +92,7 @@ def _places(given: Path, skip: Sequence[str]) -> Iterator[tuple[Folder, list[str
         raise DataError(f"{shown(given)} is neither a file nor a folder: check the path", path=given)
     fixed = [*itertools.takewhile(lambda part: not glob.has_magic(part), given.parts[:-1])]
     start, pattern = on_disk(Path(*fixed)), [composed(part) for part in given.parts[len(fixed) :]]
+    # A final ** means the files of all folders.
     pattern += ["*"] * (pattern[-1] == "**")
     depth = None if "**" in pattern else len(pattern)
     if start.is_dir():

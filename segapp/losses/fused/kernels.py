@@ -161,6 +161,7 @@ def has_kernels(device: torch.device) -> bool:
         if accelerator_of(device).is_capturing():
             return True
         with _lock:
+            # Another thread may have tried the device while this one waited.
             if device not in _results:
                 try:
                     _try(device)

@@ -37,6 +37,7 @@ def upsample(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tens
     if low == size:
         return values
     if not values.shape[0]:
+        # The sum of no values is 0, and keeps the logits in the graph.
         return values.new_zeros(*values.shape[:2], *size) + values.sum()
     if not (is_plain := is_finite(values)):
         values = bounded(values)

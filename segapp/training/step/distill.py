@@ -111,6 +111,7 @@ class CriticTrainer(StepParticipant):
         """Compute the gradient of the critic's loss over all micro-batches of the step and all ranks."""
         own = torch.tensor([len(batch.indices) for batch in batches], dtype=wide_dtype(self.device), device=self.device)
         (counts,) = self.ranks.sums((own,))
+        # Times the number of ranks, over which `all_reduce_gradients` takes the mean.
         per_image, shares = self.ranks.world_size / counts.sum(), counts / counts.sum()
         distances, penalties = [], []
         self.critic.requires_grad_(True)

@@ -155,6 +155,7 @@ class StepEngine:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
         if self.masks is not None:
             batches = [replace(each, keys=self.masks.keys(each.epoch, each.first, len(each))) for each in batches]
+        # Before the first forward pass, which changes the statistics of BatchNorm.
         self.guard.remember()
         for participant in self.participants:
             participant.begin()
@@ -174,7 +175,9 @@ class StepEngine:
             grad_norm, is_bad = self.update.finish_gradients(loss)
             for participant in self.participants:
                 participant.finish_gradients()
+        # From here on a step cannot be rolled back, because parameters change in place.
         self.is_whole = False
+        # The device decides, so that the host need not wait for the gradient's norm.
         self.guard.restore_where(is_bad)
         self.update.apply(is_bad)
         self.model.count_update()
@@ -225,6 +228,7 @@ class StepEngine:
         else:
             if totals is None:
                 own = totals = self.ranks.sums(own)
+            # Its gradient is this rank's share of the whole loss, so the ranks' gradients are added.
             loss = surrogate(self.criterion, statistics, totals)
         if failpoint("train.gradient") == "inf":
             loss = loss * torch.inf
@@ -271,6 +275,7 @@ class StepEngine:
         except BaseException:
             self._roll_back(rng)
             self.model.zero_grad(set_to_none=True)
+            # With master weights, the optimizer's parameters are not the model's.
             self.update.optimizer.zero_grad(set_to_none=True)
             raise
 
