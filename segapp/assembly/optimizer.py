@@ -236,7 +236,7 @@ def layer_depths(names: Iterable[str]) -> tuple[dict[str, int], int] | str:
 
 def _place(name: str) -> tuple[int, int] | None:
     """Return (stage, block); stem (-1, 0), end of a stage (stage, _LAST), end of the backbone (_LAST, _LAST)."""
-    # The blocks come first: the names of norms and patch embeddings inside a block also match the patterns below.
+    # The blocks come first: the names of norms inside a block also match the patterns below.
     if found := _BLOCK.search(name):
         return int(found[1]), int(found[2])
     if found := _MIT_BLOCK.search(name):

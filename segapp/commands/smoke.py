@@ -40,7 +40,6 @@ TIMED_S = 4.0
 """Approximate duration of the second training if its steps are short, so that they are enough for a median."""
 MAX_EPOCHS = 16
 NUM_VAL = 4
-"""Number of validation images."""
 
 
 @dataclass(frozen=True)

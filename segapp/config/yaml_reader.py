@@ -16,7 +16,6 @@ from segapp.bounds import MAX_DEPTH
 from segapp.errors import ConfigError
 
 MAX_CHARS = 1 << 20
-"""Maximum length of a text."""
 MAX_NODES = 20_000
 """Maximum number of values; shipped configs have up to two hundred, a palette of a thousand classes four thousand."""
 

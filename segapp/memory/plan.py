@@ -158,7 +158,6 @@ class Planner:
         return self.model.mode in ("dp", "ddp")
 
     def fitting(self, tensors_mib: Sequence[float]) -> tuple[bool, ...]:
-        """Return for each GPU if it has enough memory for these tensors."""
         contexts, frac = self.overhead.context_mib, self.overhead.tensor_frac
         each_gpu = zip(tensors_mib, self.gpus, contexts, strict=True)
         return tuple(fits(mib, gpu.total_mib - context_mib, frac) for mib, gpu, context_mib in each_gpu)

@@ -94,7 +94,6 @@ class SegmentationModel(nn.Module):
 
     @property
     def backbone_prefix(self) -> str:
-        """Prefix of the names of the backbone's tensors, with the dot."""
         return f"{self.backbone_name}."
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:

@@ -52,7 +52,6 @@ class RunInfo(BaseModel):
 
     schema_version: int = SCHEMA
     id: str
-    """Unique id."""
     name: str
     created_s: float
     """Time of the start, Unix seconds."""

@@ -57,7 +57,6 @@ class Liveness:
         return None if self.training is None else self.training[1].written_for_s()
 
     def report_progress(self, *, activity: str | None = None) -> None:
-        """Record progress of the training thread, and another activity if it is given."""
         now_s = time.monotonic()
         self._spent_s[self.activity] += now_s - self.last_progress_s
         self.activity, self.last_progress_s = activity or self.activity, now_s

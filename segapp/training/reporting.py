@@ -324,7 +324,6 @@ class TrainingReporter:
         self.alert("memory", *evaluation.notes)
 
     def learning(self, evaluation: Evaluation, *, is_last: bool) -> None:
-        """Emit what the last evaluation says about the learning of the run."""
         for alert in self._learning.observe(self._val, evaluation.scores.frequency, is_last=is_last):
             self.event_log.emit(alert)
 
