@@ -1,8 +1,6 @@
 """The config: accepted values, refused values, and the error messages."""
 
-import random
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,11 @@ from segapp.config import (
     named_config,
     resume_differences,
     validate_config,
-    yaml_reader,
 )
 from segapp.config.load import config_of, parse_overrides
 from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
-from tests.support import ROOT
 from tests.support.reference import config_reference
 
 MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
@@ -110,35 +106,6 @@ def test_problem_names_its_key_and_the_nearest(override: str, message: str) -> N
     with pytest.raises(ConfigError) as caught:
         config_of({**MINIMAL, "data": {**MINIMAL["data"]}}, [override])
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("override", "meant"),
-    [
-        ("loss.plus=[{name: ce}, {name:dice,weight:0.5}]", [{"name": "ce"}, {"name": "dice", "weight": 0.5}]),
-        ("data.label_map={0:255,1: 0,2:1}", {0: 255, 1: 0, 2: 1}),
-        ("data.augment=[{Blur:{p:0.5}}, {HorizontalFlip}]", [{"Blur": {"p": 0.5}}, {"HorizontalFlip": None}]),
-        ("distill={'teacher:runs/a:b'}", {"teacher": "runs/a:b"}),
-        ("loss.plus='[{name:dice}]'", [{"name": "dice"}]),
-        ("data.label_map='{0:255,1:0}'", {0: 255, 1: 0}),
-        ("loss.plus=name:dice", [{"name": "dice"}]),
-        ("data.crop_px=512x384", [512, 384]),
-        ("model.freeze=backbone", ["backbone"]),
-    ],
-)
-def test_value_without_a_space_or_brackets_is_written_out(override: str, meant: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of({**MINIMAL, "data": {**MINIMAL["data"]}}, [override])
-    told, key = str(caught.value).partition(": write ")[2], override.partition("=")[0]
-    word = shlex.split(told)[0] if told.startswith("'") else f"{key}={told}"
-    assert parse_overrides([word]) == {tuple(key.split(".")): meant}
-
-
-def test_line_without_a_space_is_written_out(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "name: x\nloss:\n  plus: [{name:dice}, {name: 'a:b'}, {\"name:ce\"}]\n")
-    told = "plus: [{name: dice}, {name: 'a:b'}, {name: ce}]"
-    assert said.endswith(f"c.yaml:3: not valid YAML: name:dice lacks a space after its colon: write {told}")
-    assert parse_yaml("augment: [{./parts.py:darken}, {'': }, {a.b:c}]")[0]["augment"][0] == {"./parts.py:darken": None}
 
 
 @pytest.mark.parametrize(
@@ -454,26 +421,3 @@ def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) 
     path.write_text(yaml.safe_dump(whole))
     with pytest.raises(ConfigError, match=r"unknown key optim\.options\.betas: no option of sgd: use nesterov"):
         load_config(path, ["optim.name=sgd"])
-
-
-def read(loader: Any, text: str) -> str | None:
-    """The text as one of the two readers takes it, between which no call chooses; None if it is refused."""
-    try:
-        return repr(yaml_reader._parse(loader(text), text, None))
-    except (yaml.YAMLError, ValueError):
-        return None
-
-
-@pytest.mark.parametrize("name", ["camvid", "topdown"])
-def test_fast_and_strict_readers_of_yaml_agree(name: str) -> None:
-    """On the complete config as a run stores it, on the shipped file, and on what mistakes make of them."""
-    texts = [(ROOT / "configs" / f"{name}.yaml").read_text(), dump_config(load_config(name))]
-    rng, num_accepted = random.Random(name), 0
-    for text in texts * 30:
-        place = rng.randrange(len(text))
-        changed = text[:place] + rng.choice([*":-[]{},#&*!%@`'\"\n a1.~", ""]) + text[place + rng.randrange(2) :]
-        strict, fast = read(yaml_reader._Loader, changed), read(yaml_reader._FastLoader, changed)
-        if fast is not None and changed.isascii() and not set("\t?|>") & set(changed):
-            num_accepted += 1
-            assert fast == strict, changed
-    assert num_accepted > 0

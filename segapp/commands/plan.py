@@ -18,7 +18,6 @@ _GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<
 _MIB_OF = {"mib": 1.0, "gib": 1024.0, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20}
 _EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for the GPUs of this machine"
 MAX_GPUS = 64
-MAX_ROWS = 40
 _FACTS = ("num_params", "eval_px", "eval_px_from", "smallest_chunk")
 _FIRST_GPU = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
 
@@ -120,9 +119,8 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
 def split_table(plan: MemoryPlan) -> list[str]:
     """Return one line per split: the memory that each GPU needs, the phase of its peak, and the verdict."""
     header = ("gpu0_bsz", "split", *(f"{gpu.name or f'GPU {i}'} MiB" for i, gpu in enumerate(plan.gpus)), "verdict")
-    shown = _shown_rows(plan)
     rows: list[Sequence[str]] = [header]
-    for row in shown:
+    for row in plan.rows:
         marks = [
             name
             for name, other in (("best", plan.best), ("config", plan.current))
@@ -132,9 +130,6 @@ def split_table(plan: MemoryPlan) -> list[str]:
         word = row.level + (f"  <- {', '.join(marks)}" if marks else "")
         rows.append(("-" if row.gpu0_bsz is None else str(row.gpu0_bsz), _joined(row.split), *cells, word))
     lines = aligned(rows)
-    hidden = len(plan.rows) - len(shown)
-    if hidden:
-        lines.append(f"({hidden} more: --json has them all)")
     by_reason: dict[str, list[int]] = {}
     for value, reason in plan.refused:
         by_reason.setdefault(reason.partition(" leaves ")[2] or reason, []).append(value)
@@ -186,14 +181,6 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
         f"{100 * (1 - overhead.tensor_frac):.0f} % for the allocator"
     )
     return lines
-
-
-def _shown_rows(plan: MemoryPlan) -> Sequence[PlanRow]:
-    if len(plan.rows) <= MAX_ROWS:
-        return plan.rows
-    middle = plan.rows.index(plan.best)
-    first = max(0, min(middle - MAX_ROWS // 2, len(plan.rows) - MAX_ROWS))
-    return plan.rows[first : first + MAX_ROWS]
 
 
 def _joined(split: Sequence[int]) -> str:

@@ -3,9 +3,7 @@
 The nesting and the number of values are limited during parsing, so any text is parsed in about a second.
 """
 
-import contextlib
 import re
-import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,24 +73,8 @@ _Loader.add_implicit_resolver(
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _loader, node: int(str(node.value)))  # no octal, no 60s
 
 
-_Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _FastLoader(_Limits, _Fast):  # type: ignore[misc]
-    """The same with the scanner of libyaml, which is four times as fast, but has other words for errors."""
-
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-    yaml_constructors = _Loader.yaml_constructors
-
-    def __init__(self, text: str) -> None:
-        _Fast.__init__(self, text)
-        self.anchors: dict[str, yaml.Node] = {}
-
-
-def _walk(
-    node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], tight: dict[yaml.Node, str]
-) -> None:
-    """Note the line of each key, and the keys that hold their values because a space is missing, as `{name:dice}`."""
+def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+    """Note the line of each key; raise YAMLError for a merge key, and for a key that is defined twice."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -107,15 +89,11 @@ def _walk(
                 )
             seen.add(name)
             lines[(*path, name)] = key.start_mark.line + 1
-            first, colon, rest = name.partition(":")
-            is_left_out = value.start_mark.index == value.end_mark.index
-            if node.flow_style and colon and is_left_out and not {".", "/"} & set(first):  # no custom component
-                tight[key] = f"{first}: {rest}"
-            _walk(value, (*path, name), lines, tight)
+            _walk(value, (*path, name), lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             lines[(*path, str(index))] = value.start_mark.line + 1
-            _walk(value, (*path, str(index)), lines, tight)
+            _walk(value, (*path, str(index)), lines)
 
 
 def parse_yaml(
@@ -131,31 +109,15 @@ def parse_yaml(
     try:
         if len(text) > MAX_CHARS:
             raise ValueError(f"more than {MAX_CHARS} characters: is it a config?")
-        if text.isascii() and not set("\t?|>") & set(text):  # libyaml accepts more around these
-            with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
-                return _parse(_FastLoader(text), text, key)
-        return _parse(_Loader(text), text, key)
+        loader, lines = _Loader(text), dict[tuple[str, ...], int]()
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _walk(node, (), lines)
+        return loader.construct_document(node), lines
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
         number = mark.line + 1 if mark else None if position is None else text.count("\n", 0, position) + 1
         place = what if number is None else f"{what}:{number}"
         problem = getattr(error, "problem", None) or (str(error).splitlines() or ["nested too deeply"])[0]
         raise ConfigError(f"{place}: not valid YAML: {problem}", key=key, path=path) from None
-
-
-def _parse(loader: Any, text: str, key: str | None) -> tuple[Any, dict[tuple[str, ...], int]]:
-    lines: dict[tuple[str, ...], int] = {}
-    node = loader.get_single_node()
-    if node is None:
-        return None, lines
-    tight: dict[yaml.Node, str] = {}
-    _walk(node, (), lines, tight)
-    for wrong, meant in reversed(tight.items()):
-        text = f"{text[: wrong.start_mark.index]}{meant}{text[wrong.end_mark.index :]}"
-    for wrong in tight:
-        written = text.splitlines()[wrong.start_mark.line].strip()
-        written = written if key is None else shlex.quote(f"{key}={written}")
-        raise yaml.MarkedYAMLError(
-            problem=f"{wrong.value} lacks a space after its colon: write {written}", problem_mark=wrong.start_mark
-        )
-    return loader.construct_document(node), lines

@@ -12,7 +12,6 @@ from segapp.memory.plan import (
     MemoryPlan,
     OverheadEstimate,
     Planner,
-    PlanRow,
     SavedMemoryPlan,
     read_saved_plan,
 )
@@ -95,20 +94,6 @@ def test_split_table_marks_rows_and_groups_refused_values():
         ["2", "2+0", "3658", "backward", "700", "idle", "ok", "<-", "config"],
     ]
     assert lines[4:] == ["gpu0_bsz 3, 5 refused: leaves 1 sample, too few for BatchNorm"]
-
-
-@pytest.mark.parametrize(("batch", "best", "first"), [(60, 5, 0), (60, 30, 10), (60, 60, 21), (39, 39, 0)])
-def test_forty_rows_around_the_best_are_shown(batch, best, first):
-    rows = tuple(
-        PlanRow(i, (i, batch - i), (100.0 + abs(i - best),) * 2, (), ("step",) * 2, (), True, "ok", "")
-        for i in range(batch + 1)
-    )
-    memory = PlannedPeaks("dp", device_lines())
-    plan = MemoryPlan("x", "dp", batch, (GpuSpec(1e3),) * 2, memory, OverheadEstimate(()), rows)
-    _, *shown = split_table(plan)
-    if batch == 60:
-        assert shown.pop() == "(21 more: --json has them all)"
-    assert [int(line.split()[0]) for line in shown] == list(range(first, first + 40))
 
 
 def test_saved_plan_by_hand_and_read_again(tmp_path):
