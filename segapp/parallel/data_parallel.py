@@ -208,7 +208,7 @@ class DataParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chunks of a batch, given as positional or keyword arguments in any nesting.
 
-        Tuples, lists, deques, mappings and dataclasses are searched for tensors; objects of other classes are passed
+        Tuples, lists, mappings and dataclasses are searched for tensors; objects of other classes are passed
         to every replica as they are, with the tensors in them. Devices without samples are skipped. A call without
         samples, without tensors, or with only 0-d tensors runs once on device 0.
 

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import operator
-from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from functools import partial
 from typing import Any, Never, SupportsIndex, TypeAlias, TypeVar, cast
@@ -75,8 +74,8 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
 
 
 def _children(item: Any) -> list[Any] | None:
-    """Return the elements of a tuple, list, deque, mapping or dataclass; None for anything else, a leaf."""
-    if isinstance(item, tuple | list | deque | UserList):
+    """Return the elements of a tuple, list, mapping or dataclass; None for anything else, a leaf."""
+    if isinstance(item, tuple | list):
         return list(item)
     if isinstance(item, Mapping):
         return [item[key] for key in item]

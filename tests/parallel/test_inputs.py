@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -51,8 +51,6 @@ BATCHES = {
     "mapping proxy": lambda x: types.MappingProxyType({"name": "n", "x": x}),
     "named tuple": lambda x: namedtuple("Pair", ["left", "right"])([x], None),
     "dict of its own": lambda x: type("Tagged", (dict,), {})(x=(x, torch.arange(5)), empty=[]),
-    "UserList": lambda x: UserList(["n", x]),
-    "deque": lambda x: deque(["n", x], maxlen=2),
     "dataclass": Record,
     "max": lambda x: torch.max(torch.stack([x, x - 1], -1), -1),
 }
