@@ -39,7 +39,7 @@ from segapp.onboarding.encoding import MASKS, UNLABELLED, Classes, MaskChoices, 
 from segapp.onboarding.fingerprint import measure
 from segapp.onboarding.hypotheses import with_valid_areas
 from segapp.onboarding.layout import Layout, Pair
-from segapp.onboarding.machine import find_machine, time_step, weights_problem
+from segapp.onboarding.machine import find_machine, weights_problem
 from segapp.onboarding.proposal import CPU_ENCODER, GPU_ENCODER, Facts, config_text, data_text
 from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import remove_dead_temporaries, write_atomic
@@ -63,7 +63,7 @@ class InitRequest(MaskChoices):
     mask_orientation: str | None = None
     gpus: Sequence[GpuSpec] | None = None
     is_tried: bool = False
-    """Look for pretrained weights, and time a few steps of the config."""
+    """Look for pretrained weights."""
 
     def check(self) -> None:
         """Raise ConfigError if the value of an option is not possible, or conflicts with another one."""
@@ -276,7 +276,7 @@ def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: 
 
 
 def _measured(facts: Facts, draft: Path, lists: Path, *, is_tried: bool) -> Facts:
-    """Return the facts with the fingerprint of the training masks and, if it is tried, what this machine offers."""
+    """Return the facts with the fingerprint of the training masks and, if it is tried, the weights that can be had."""
     write_atomic(draft, data_text(facts))
     scheme, pairs = _check_draft(draft, facts.root, lists)
     facts = replace(facts, fingerprint=measure(pairs, scheme, facts.pixels or RGB8, facts.content.median_px))
@@ -286,10 +286,6 @@ def _measured(facts: Facts, draft: Path, lists: Path, *, is_tried: bool) -> Fact
     if is_tried:
         encoder = GPU_ENCODER if facts.machine.num_gpus else CPU_ENCODER
         facts = replace(facts, weights_problem=weights_problem(encoder.name))
-    if is_tried and facts.machine.is_here:
-        write_atomic(draft, config_text(facts))
-        with contextlib.suppress(RuntimeError, MemoryError):  # too little memory now costs the time, not the config
-            facts = replace(facts, step_s=time_step(load_config(draft), scheme))
     return facts
 
 
@@ -350,7 +346,6 @@ def as_dict(result: InitResult) -> dict[str, Any]:
         "fingerprint": None if facts.fingerprint is None else asdict(facts.fingerprint),
         "device": facts.machine.device,
         "weights_problem": facts.weights_problem,
-        "step_s": facts.step_s,
     }
 
 

@@ -1,14 +1,10 @@
-"""The machine that a config is for: its device, the weights that it can have, and the time of a step."""
+"""The machine that a config is for: its device, and the weights that it can have."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from segapp.config import RunConfig
-from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.memory.gpus import visible_gpus
 from segapp.memory.plan import GpuSpec
 from segapp.run.words import plural, size
@@ -21,11 +17,6 @@ class Machine:
     num_gpus: int
     device: str
     plan_option: str = ""
-
-    @property
-    def is_here(self) -> bool:
-        """True if the training is to run on this machine."""
-        return not self.plan_option
 
 
 def find_machine(gpus: Sequence[GpuSpec] | None) -> Machine:
@@ -51,31 +42,3 @@ def weights_problem(encoder: str) -> str | None:
 
     problem = hub_problem(*hub_files(encoder)["imagenet"])
     return problem and f"the Hugging Face hub did not answer for them ({problem})"
-
-
-def time_step(config: RunConfig, scheme: ClassScheme, num_steps: int = 3) -> float:
-    """Return the median seconds of a training step of a config on random images, on one device of this machine."""
-    import torch
-
-    from segapp.accelerator import CUDA, accelerator_of
-    from segapp.assembly.network import build_network
-    from segapp.assembly.optimizer import criterion_of
-
-    device = (CUDA.devices() or [torch.device("cpu")])[0]
-    num_images, num_bands = int(config.train.batch_size) // max(1, CUDA.count()), len(config.data.bands or "RGB")
-    model = build_network(config.model, scheme.num_classes, num_bands=num_bands, with_weights=False).to(device)
-    criterion = criterion_of(config, scheme, lambda rule: [1.0] * scheme.num_classes).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    images = torch.randn(max(2, num_images), num_bands, *config.data.crop_px, device=device)
-    target = torch.randint(scheme.num_classes, (len(images), *config.data.crop_px), device=device)
-    seconds = []
-    for _ in range(1 + num_steps):
-        began = time.perf_counter()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu"):
-            loss = criterion(model(images), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        accelerator_of(device).synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return median(seconds[1:])  # the first step also allocates

@@ -20,7 +20,7 @@ from segapp.onboarding.division import Division
 from segapp.onboarding.encoding import Classes
 from segapp.onboarding.fingerprint import Fingerprint
 from segapp.onboarding.machine import Machine
-from segapp.run.words import aligned, duration, plural, printable
+from segapp.run.words import aligned, plural, printable
 
 LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device
 MIN_KEPT = 0.98
@@ -71,7 +71,6 @@ class Facts:
     fingerprint: Fingerprint | None = None
     weights_problem: str | None = "they were not looked for"
     """Why ImageNet weights cannot be had; None if they can."""
-    step_s: float | None = None
 
     @property
     def encoder(self) -> Encoder:
@@ -137,6 +136,7 @@ def _lines(facts: Facts, found: Fingerprint) -> Iterator[str]:
         reason += f"; the largest that fits: segapp plan --config FILE{facts.machine.plan_option}"
     steps = max(1, num_train // batch)
     epochs = max(10, round((20_000 if num_gpus else 2_000) / steps))
+    length = f"{epochs * steps:,} steps, {steps} per epoch; segapp train --smoke --config FILE measures their time"
     yield f"""\
 optim:
   name: adamw
@@ -147,7 +147,7 @@ schedule:
   power: 0.9
   warmup_steps: 5%
 train:
-  epochs: {epochs}  # {epochs * steps:,} steps, {steps} per epoch; {_time(facts, epochs * steps)}
+  epochs: {epochs}  # {length}
   batch_size: {batch}  # {reason}
 eval:
   every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"""
@@ -159,14 +159,6 @@ eval:
 def _crop(content: MaskContent, cap: int) -> list[int]:
     lengths = (sorted(size[axis] for size in content.sizes_px) for axis in (0, 1))
     return [max(32, min(cap, own[len(own) // 10] // 32 * 32)) for own in lengths]
-
-
-def _time(facts: Facts, num_steps: int) -> str:
-    if facts.step_s is None:
-        return "segapp train --smoke --config FILE measures their time"
-    return (
-        f"about {duration(facts.step_s * num_steps)} at {facts.step_s:.2g} s, measured in three steps without loading"
-    )
 
 
 def _augmentation_lines(found: Fingerprint, *, is_square: bool) -> Iterator[str]:

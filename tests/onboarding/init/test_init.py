@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from segapp.__main__ import main
@@ -22,7 +21,6 @@ from segapp.errors import ConfigError, DataError
 from segapp.memory.plan import GpuSpec
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.proposal import MIN_MEAN_KEPT
-from segapp.run.words import duration
 from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, listing, names_read, proposed
 from tests.support.fake_smi import FOUR, smi_of
 from tests.support.runs import segapp
@@ -123,7 +121,7 @@ def test_first_comment_names_the_device_that_is_assumed(
 def test_gpus_of_another_machine_are_assumed_and_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The config for a GPU fits it by the plan; no time is printed that was not measured."""
+    """The config for a GPU fits it by the plan."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     draw_split(tmp_path / "d")
     out = tmp_path / "made.yaml"
@@ -131,7 +129,6 @@ def test_gpus_of_another_machine_are_assumed_and_planned(
         main(["init", str(tmp_path / "d"), "--out", str(out), "--gpus", "2x24GiB,11GiB", "--json"])
     said = json.loads(capsys.readouterr().out)
     assert said["device"] == "3 GPUs (24.0 GiB, 24.0 GiB, 11.0 GiB), as --gpus says"
-    assert said["step_s"] is None
     assert said["images"]["sizes"] == [{"size_px": [48, 64], "images": 9}, {"size_px": [40, 50], "images": 1}]
     assert (said["images"]["train"], said["images"]["val"]) == (7, 3)
     assert said["classes"] == ["class_0", "class_1", "class_2"]
@@ -173,7 +170,7 @@ def striped(folder: Path, width_px: int, num_classes: int = 2, *, share: float =
 def test_model_has_the_coarsest_stride_that_keeps_every_class(
     width_px: int, is_cached: bool, model: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The encoder depends on the weights that can be had; the config says the Dice that decided, and the time."""
+    """The encoder depends on the weights that can be had; the config says the Dice that decided."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     problem = None if is_cached else "no route to host"
     monkeypatch.setattr("segapp.onboarding.init.weights_problem", lambda encoder: problem)
@@ -186,23 +183,6 @@ def test_model_has_the_coarsest_stride_that_keeps_every_class(
     kept = result.facts.fingerprint.kept[4 if is_cached else 8]
     said = min(filter(None, kept)) if is_cached else sum(filter(None, kept)) / 2
     assert f" {said:.3f}" in (tmp_path / "made.yaml").read_text()
-    found = re.search(r"(\d[\d,]*) steps, .*; about (\w+) at ([\d.]+) s", (tmp_path / "made.yaml").read_text())
-    assert found is not None
-    assert result.facts.step_s == pytest.approx(float(found[3]), rel=0.06)
-    assert found[2] == duration(result.facts.step_s * int(found[1].replace(",", "")))
-
-
-def test_steps_that_do_not_fit_into_memory_cost_only_their_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("segapp.onboarding.init.time_step", fail)
-    monkeypatch.setattr("segapp.onboarding.init.weights_problem", lambda encoder: "offline")
-    config, result, _ = proposed(striped(tmp_path / "d", 9), tmp_path / "made.yaml", is_tried=True)
-    assert (config.data.classes, result.facts.step_s) == (["background", "object"], None)
-    assert "segapp train --smoke --config FILE measures their time" in (tmp_path / "made.yaml").read_text()
 
 
 @pytest.mark.parametrize(
