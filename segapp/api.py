@@ -469,7 +469,7 @@ def predict(
     from segapp.inference.predict.pipeline import predict_files
     from segapp.inference.predict.polygons import parse_polygons
     from segapp.inference.predict.reading import find_images
-    from segapp.training.console import progress_bar
+    from segapp.waiting import progress_bar
 
     _check_flags(label_ids=label_ids, slide=slide, tta=tta, trust_parts=trust_parts)
     with _library_call(trust_parts):
@@ -586,7 +586,7 @@ def _check_flags(**flags: Any) -> None:
 
 
 def _is_shown(progress: bool | None) -> bool:
-    from segapp.training.console import has_progress_bar
+    from segapp.waiting import has_progress_bar
 
     _check_flags(**({} if progress is None else {"progress": progress}))
     return has_progress_bar() if progress is None else progress

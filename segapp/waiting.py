@@ -1,4 +1,4 @@
-"""Long waits: lines about them, repeated calls, the signals that arrive meanwhile, and processes to wait for.
+"""Long waits: lines and bars about them, repeated calls, the signals that arrive meanwhile, and processes to wait for.
 
 Python calls the handler of a signal in the main thread, between two instructions. A call into C++ that waits for
 another rank, a store or a GPU delays it until the call returns (pytorch issue 63802), and a file system that does not
@@ -75,6 +75,43 @@ def lines_while(text: Callable[[], str], first_s: float = FIRST_S) -> Iterator[N
             yield
     finally:
         _texts.remove(text)
+
+
+def has_progress_bar() -> bool:
+    """Return True if progress bars are shown: stderr is a terminal, or a Jupyter kernel runs this process."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return sys.stderr.isatty() or hasattr(shell, "kernel")
+
+
+@contextlib.contextmanager
+def progress_bar(
+    total: int, label: str, unit: str = "image", *, is_shown: bool | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar, and yield a function that takes the number of units.
+
+    If `is_shown` is None, a terminal or a notebook shows a bar, and other outputs get lines. False shows neither.
+    """
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # tqdm's thread would outlive the bar
+
+    Bar.set_lock(threading.RLock())  # tqdm's own fixes the start method of processes of the caller
+
+    has_bar, num_done = has_progress_bar() if is_shown is None else is_shown, 0
+
+    def line() -> str:
+        units = unit if total == 1 else f"{unit}s"
+        return "" if has_bar or is_shown is False else f"{label}: {num_done:,} of {total} {units}"
+
+    with Bar(total=total, desc=label, unit=unit, disable=not has_bar, leave=False) as bar, lines_while(line):
+
+        def progress(done: int) -> None:
+            nonlocal num_done
+            num_done = done
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 def watch_signals() -> None:

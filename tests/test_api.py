@@ -38,7 +38,7 @@ from segapp.errors import ConfigError, SegappError
 from segapp.results import Evaluated
 from segapp.run.events import Event
 from segapp.scores import SCORES
-from segapp.training.console import has_progress_bar
+from segapp.waiting import has_progress_bar
 from tests.support.runs import events
 from tests.support.runs import train as train_plainly
 

@@ -49,7 +49,7 @@ from segapp.onboarding.tree import Tree, survey_tree, unused_files, unused_lines
 from segapp.run.files import write_atomic
 from segapp.run.folder import FIRST_BATCH
 from segapp.run.words import printable
-from segapp.training.console import progress_bar
+from segapp.waiting import progress_bar
 
 FEW_IMAGES = 1000
 """Number of images below which pretrained weights matter more than all other settings."""

@@ -29,7 +29,8 @@ from segapp.parallel.scatter_gather import DeviceLike
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
-from segapp.training.console import iou_table, progress_bar, worst_first
+from segapp.training.console import iou_table, worst_first
+from segapp.waiting import progress_bar
 
 _USES = ("model.", "data.format", "loss.")
 """Beginnings of the keys whose custom components an evaluation needs."""

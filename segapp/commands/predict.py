@@ -15,7 +15,7 @@ from segapp.inference.predict.predictor import EnsemblePredictor, Predictor, Tra
 from segapp.inference.predict.reading import InputFile, Saved
 from segapp.parallel.scatter_gather import DeviceLike
 from segapp.run.words import printable
-from segapp.training.console import progress_bar
+from segapp.waiting import progress_bar
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from segapp.report.page import render, save_page
 from segapp.run.files import write_atomic
 from segapp.run.folder import find_run, runs_of
 from segapp.run.words import printable
-from segapp.training.console import progress_bar
 from segapp.view.runs import run_state
+from segapp.waiting import progress_bar
 
 Kind = Literal["class", "missing", "outline"]
 MIN_AREA_SHARE = 0.0005

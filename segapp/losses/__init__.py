@@ -15,7 +15,7 @@ from segapp.losses.additive import (
 from segapp.losses.confusion import ConfusionSums, upsample_argmax, upsample_confusion, upsample_probabilities
 from segapp.losses.cross_entropy import CriterionCE, upsample_cross_entropy
 from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
-from segapp.losses.fused.kernels import KernelError
+from segapp.losses.fused.block_sizes import KernelError
 from segapp.losses.mask_classification import CriterionMaskClassification
 from segapp.losses.overlap import CriterionDice, CriterionLovasz, CriterionTversky
 from segapp.losses.pixel_losses import CriterionBCE, CriterionFocal, CriterionOHEM

@@ -24,6 +24,7 @@ from torch import Tensor
 from segapp.accelerator import wide_dtype
 from segapp.chunks import check_choice, check_flag, check_number
 from segapp.losses.additive import MeanCriterion, as_whole
+from segapp.losses.fused.block_sizes import MAX_CLASSES, KernelError
 from segapp.losses.fused.checks import (
     as_class_weight,
     check_ignore_index,
@@ -35,7 +36,7 @@ from segapp.losses.fused.checks import (
     needs_plain_operators,
     recordable,
 )
-from segapp.losses.fused.kernels import MAX_CLASSES, KernelError, has_kernels, load_kernels, note_failure
+from segapp.losses.fused.kernels import has_kernels, load_kernels, note_failure
 from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of, upsampled_sums
 from segapp.losses.fused.reference import compute_dtype, target_weight_sum, upsample
 

@@ -37,7 +37,7 @@ from segapp.compat.torch import (
     without_autocast,
     without_dispatch_modes,
 )
-from segapp.losses.fused.kernels import buffers_of
+from segapp.losses.fused.block_sizes import buffers_of
 from segapp.losses.fused.reference import compute_dtype
 from segapp.memory.ledger import CUDA_ALLOC_UNIT_BYTES, StorageLedger
 

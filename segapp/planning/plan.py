@@ -46,7 +46,7 @@ from segapp.memory.plan import (
 from segapp.memory.split_check import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, tensor_frac
 from segapp.places import keep_compiled_code
 from segapp.run.words import printable
-from segapp.training.console import progress_bar
+from segapp.waiting import progress_bar
 
 MOST_TRIES = 3
 """Maximum number of splits that are tried with simulated steps, the one with the most free memory first."""

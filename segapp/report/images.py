@@ -28,7 +28,7 @@ from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, SegmentationScores, counts_for
 from segapp.run.folder import RunFolder
 from segapp.scores import count_scored, of_classes
-from segapp.training.console import progress_bar
+from segapp.waiting import progress_bar
 
 Network = tuple[TrainedModel, SegmentationDataset]
 

@@ -1,10 +1,9 @@
-"""Prints a training's events as throttled lines; progress bars of commands if there is a terminal."""
+"""Prints a training's events as throttled lines."""
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from segapp.run.events import (
@@ -20,10 +19,10 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.run.words import duration, plural, printable
+from segapp.run.words import duration, printable
 from segapp.scores import HEADLINES, loss_text, score_named, scores_text
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
-from segapp.waiting import EVERY_S, lines_while
+from segapp.waiting import EVERY_S
 
 
 def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
@@ -131,39 +130,3 @@ class PlainReporter:
             f"{event.images_per_s or 0:.1f} images/s  data wait {100 * (event.data_wait_frac or 0):.0f} %  "
             f"eta {duration(event.eta_epoch_s)} epoch, {duration(event.eta_run_s)} run{more}"
         )
-
-
-def has_progress_bar() -> bool:
-    """Return True if progress bars are shown: stderr is a terminal, or a Jupyter kernel runs this process."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return sys.stderr.isatty() or hasattr(shell, "kernel")
-
-
-@contextmanager
-def progress_bar(
-    total: int, label: str, unit: str = "image", *, is_shown: bool | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar, and yield a function that takes the number of units.
-
-    If `is_shown` is None, a terminal or a notebook shows a bar, and other outputs get lines. False shows neither.
-    """
-    from tqdm.auto import tqdm
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        monitor_interval = 0  # tqdm's thread would outlive the bar
-
-    Bar.set_lock(threading.RLock())  # tqdm's own fixes the start method of processes of the caller
-
-    has_bar, num_done = has_progress_bar() if is_shown is None else is_shown, 0
-
-    def line() -> str:
-        return "" if has_bar or is_shown is False else f"{label}: {num_done:,} of {plural(total, unit)}"
-
-    with Bar(total=total, desc=label, unit=unit, disable=not has_bar, leave=False) as bar, lines_while(line):
-
-        def progress(done: int) -> None:
-            nonlocal num_done
-            num_done = done
-            bar.update(done - bar.n)
-
-        yield progress

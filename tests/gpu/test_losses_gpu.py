@@ -18,7 +18,7 @@ from segapp.losses import (
     upsample_cross_entropy,
 )
 from segapp.losses.fused import checks, kernels
-from segapp.losses.fused.kernels import buffers_of
+from segapp.losses.fused.block_sizes import buffers_of
 
 DEVICE = os.environ.get("SEGAPP_GPU_TESTS_ON", "cuda:0")
 IS_GPU = DEVICE.startswith("cuda")

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from segapp.accelerator import accelerator_of, wide_sum
+from segapp.losses.fused.block_sizes import KernelError, block_shape, buffers_of
 from segapp.losses.fused.checks import NO_ID, is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
-from segapp.losses.fused.kernels import KernelError, block_shape, buffers_of
 from segapp.losses.fused.pixel_sums import PixelOptions
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.triton_kernels import bad_ids_kernel, gather_kernel, loss_kernel

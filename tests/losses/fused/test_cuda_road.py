@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segapp.losses import CriterionLovasz, overlap
 from segapp.losses.fused import checks, kernels
+from segapp.losses.fused.block_sizes import block_shape, buffers_of
 from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import products_are_exact
-from segapp.losses.fused.kernels import block_shape, buffers_of
 from segapp.losses.fused.pixel_sums import PixelOptions, cross_entropy_sums_of
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.gpu.launches import LaunchCounter

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from segapp.losses import CriterionCE, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation
 from segapp.losses.fused import checks, kernels
-from segapp.losses.fused.kernels import KernelError
+from segapp.losses.fused.block_sizes import KernelError
 from segapp.losses.fused.pixel_sums import PixelOptions
 from segapp.parallel import DataParallelCriterion
 from tests.support.gpu.as_on_cuda import take_cuda_road

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses.fused import kernels
+from segapp.losses.fused import block_sizes, kernels
 from segapp.losses.fused.checks import raise_reported
 from segapp.losses.fused.pixel_sums import PixelOptions
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
@@ -42,7 +42,7 @@ def check(case, seed):
     weight = (0.1 + torch.rand(C, generator=generator)).double() if weighted else None
     options = PixelOptions(align_corners, 255, label_smoothing=smoothing)
     # In some cases threads take several cells, as they do in large images; in the others they share cells.
-    kernels._MANY_THREADS = 1 if seed % 5 % 2 else 1 << 15
+    block_sizes._MANY_THREADS = 1 if seed % 5 % 2 else 1 << 15
     ids = target.to(TARGETS[seed % 3] if C <= 256 else TARGETS[1 + seed % 2])
     loss_sum, weight_sum, gradient = cross_entropy_by_triton(logits, ids, weight, options, with_gradient=True)
     x = logits.double().requires_grad_()
