@@ -54,10 +54,12 @@ _large = threading.Lock()
 _HASH_SIDE = 16
 """A hash has the square of this number of bits."""
 _HASH_BYTES = _HASH_SIDE**2 // 8
-_COPY_BITS, _ALIKE_BITS = 6, 60
-"""Maximum distance of copies, and of look-alikes. CamVid frames saved as JPEG at another size differ in up to 4 bits,
-with 1.3 times the brightness in up to 24, distinct frames of a sequence in 8 or more, and frames of different sequences
-in 88 or more."""
+_ALIKE_BITS = 60
+"""Maximum distance of look-alikes. CamVid frames saved as JPEG at another size differ in up to 4 bits, with 1.3 times
+the brightness in up to 24, distinct frames of a sequence in 8 or more, and frames of different sequences in 88 or
+more."""
+_NEIGHBORS = 16
+"""Hashes on each side of a hash in a sorted order with which it is compared."""
 _FLAT_LEVELS = 8
 """Images with a smaller range of gray levels are not compared."""
 
@@ -332,12 +334,8 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[D
     for split, each in everything:
         first_split, first = first_of.setdefault(each.digest, (split, each))
         if first is not each:
-            found = _twice(split, each, first_split, first, "the same pixels as", is_error=True)
+            found = _twice(split, each, first_split, first)
             findings[split].append(found)
-    distinct = list(first_of.values())
-    for one, other in find_copies([each.hash for _, each in distinct]):
-        (first_split, first), (split, each) = distinct[one], distinct[other]
-        findings[split].append(_twice(split, each, first_split, first, "looks like", is_error=False))
     return findings
 
 
@@ -370,29 +368,18 @@ def perceptual_hash(grey: NDArray[np.uint8]) -> bytes | None:
     return np.packbits(lowest > np.median(lowest)).tobytes()
 
 
-def find_copies(hashes: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
-    """Yield indices (earlier, later) of images with nearly equal hashes; each later one once."""
-    known = [i for i, each in enumerate(hashes) if each is not None]
-    packed = _packed([hashes[i] for i in known])
-    found, bits = _nearest(packed, packed, neighbors=4, earlier_only=True)
-    for place in np.flatnonzero(bits <= _COPY_BITS):
-        yield known[found[place]], known[place]
-
-
 def nearest_hashes(hashes: Sequence[bytes], others: Sequence[bytes]) -> Iterator[tuple[int, int, int]]:
     """Yield (index, index of the nearest other one, bits apart) of each image that looks like one of the others."""
-    found, bits = _nearest(_packed(hashes), _packed(others), neighbors=16)
+    found, bits = _nearest(_packed(hashes), _packed(others))
     for number in np.flatnonzero(bits <= _ALIKE_BITS):
         yield int(number), int(found[number]), int(bits[number])
 
 
-def _packed(hashes: Sequence[bytes | None]) -> NDArray[np.uint8]:
-    return np.frombuffer(b"".join(filter(None, hashes)), np.uint8).reshape(-1, _HASH_BYTES)
+def _packed(hashes: Sequence[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, _HASH_BYTES)
 
 
-def _nearest(
-    hashes: NDArray[np.uint8], others: NDArray[np.uint8], *, neighbors: int, earlier_only: bool = False
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _nearest(hashes: NDArray[np.uint8], others: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return for each hash the index of the nearest other one and the bits in which they differ, both (n,).
 
     Each hash is compared only with its neighbors in 32 sorted orders, which begin with another byte each, because
@@ -407,11 +394,10 @@ def _nearest(
         other_keys = _leading(others, first)
         order = np.argsort(other_keys, kind="stable")
         place = np.searchsorted(other_keys[order], _leading(hashes, first))
-        for step in range(-neighbors, neighbors):
+        for step in range(-_NEIGHBORS, _NEIGHBORS):
             index = order[np.clip(place + step, 0, count - 1)]
             bits = np.bitwise_count(words ^ other_words[index]).sum(1, dtype=np.int64)
-            is_allowed = index < np.arange(num) if earlier_only else True
-            best = np.where(is_allowed, np.minimum(best, bits * count + index), best)
+            best = np.minimum(best, bits * count + index)
     return best % count, best // count
 
 
@@ -421,16 +407,14 @@ def _leading(hashes: NDArray[np.uint8], first: int) -> NDArray[np.uint64]:
     return np.ascontiguousarray(around).view(">u8")[:, 0].astype(np.uint64)
 
 
-def _twice(
-    split: str, each: _Examined, first_split: str, first: _Examined, likeness: str, *, is_error: bool
-) -> DataProblem:
+def _twice(split: str, each: _Examined, first_split: str, first: _Examined) -> DataProblem:
     is_leak = split != first_split
-    what = f"{shown(each.pair.image)}: {likeness} {shown(first.pair.image)}"
+    what = f"{shown(each.pair.image)}: the same pixels as {shown(first.pair.image)}"
     if is_leak:
         move = f"of split {first_split}: scores on {split} would be too good; remove it from one of them"
     else:
         move = "of the same split: it counts twice; remove one"
-    severity: Literal["error", "warning"] = "error" if is_leak and is_error else "warning"
+    severity: Literal["error", "warning"] = "error" if is_leak else "warning"
     return DataProblem(severity, "leak" if is_leak else "duplicate", split, f"{what} {move}", each.pair, first.pair)
 
 

@@ -19,7 +19,7 @@ from segapp.datasets.dataset import SegmentationDataset, compute_class_frequenci
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.windows import compare_ranges
-from segapp.datasets.inspection import SplitReport, check_ranges, examine, find_copies
+from segapp.datasets.inspection import SplitReport, check_ranges, examine
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks, summary_of_ids
@@ -134,7 +134,7 @@ def test_each_of_many_faults_gives_one_finding(root: Path) -> None:
         ("warning", "duplicate", "train/57.png", "train/55.png", "counts twice"),
         ("error", "unreadable", "val/05.png", None, "05.png"),
         ("error", "ids", "val/33.png", None, "3 (20 px)"),
-        ("warning", "leak", "val/70.jpg", "train/56.png", "looks like"),
+        ("warning", "lookalike", "val/70.jpg", "train/56.png", "looks like"),
         ("error", "leak", "val/99.png", "train/32.png", "of split train: scores on val would be too good"),
     ]
     found = [finding for report in examined(root) for finding in report.findings]
@@ -335,18 +335,6 @@ def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     pairs = find_pairs(DataLocation("folder", str(root)), "train")
     with pytest.raises(DataError, match=r"so do 9 more of the 12 masks read: The ids seem to start at 1"):
         read_split(pairs)
-
-
-def test_hashes_are_alike_up_to_5_of_256_bits() -> None:
-    """Distinct frames of CamVid differ in 6 bits or more."""
-
-    def of_bits(count: int) -> bytes:
-        return np.packbits(np.arange(256) < count).tobytes()
-
-    assert list(find_copies([of_bits(0), of_bits(6)])) == [(0, 1)]
-    assert list(find_copies([of_bits(0), of_bits(7)])) == []
-    assert list(find_copies([None, of_bits(0), of_bits(256), None, of_bits(5)])) == [(1, 4)]
-    assert list(find_copies([])) == []
 
 
 class OwnMasks:
