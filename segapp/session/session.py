@@ -53,7 +53,7 @@ from segapp.run.files import append_to_run, machine_id, machine_names, storage_e
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, printable, say
 from segapp.session.failures import Outcome, as_segapp_error, outcome_of
-from segapp.session.process_state import process_state, sharing_random_numbers
+from segapp.session.process_state import process_state
 from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
 from segapp.session.request import TrainRequest, open_folder
 from segapp.session.start_checks import changed_length_note
@@ -359,7 +359,6 @@ def _restored_trainer(
                 limit=request.limit,
             )
         ) as trainer,
-        sharing_random_numbers(trainer.engine.model, trainer.engine.criterion),
     ):
         _check_same_split(trainer.controller.batch_split.current, ranks)
         if checkpoint is not None:
