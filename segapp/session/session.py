@@ -30,7 +30,7 @@ from segapp.checkpoint.training_state import (
     saved_state,
 )
 from segapp.config import RunConfig, component_names, dump_config
-from segapp.config.trust import unnamed_trackers
+from segapp.config.trust import unnamed_tracker
 from segapp.custom.trust import accepted_sources, using_copies
 from segapp.datasets.resources import freed_memory_kept
 from segapp.errors import (
@@ -448,14 +448,13 @@ def _prepare_events(
             if (sources := accepted_sources(name)) is not None:
                 sources.keep(context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
-        for key, override in (unnamed := unnamed_trackers(config.log)).items():
+        if (override := unnamed_tracker(config.log)) is not None:
             message = (
-                f"log.{key} is in the config of this run, but you have not named it on this machine: the training "
+                "log.wandb is in the config of this run, but you have not named it on this machine: the training "
                 f"continues without it; if you know it, stop and resume with {shlex.quote(override)}"
             )
             event_log.emit(Alert(kind="trackers", message=message))
-        log = config.log.model_copy(update=dict.fromkeys(unnamed))
-        config = config.model_copy(update={"log": log})
+            config = config.model_copy(update={"log": config.log.model_copy(update={"wandb": None})})
         event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.start.classes, at_step))
 
 
