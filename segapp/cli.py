@@ -235,12 +235,11 @@ def sweep(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SWEEP] [KEY=VALUES]...", help="Values to try: a list A,B,C, or a range of integers 0..4."
+            metavar="[SWEEP] [KEY=VALUES]...",
+            help="Config files, and values to try: a list A,B,C, or a range of integers 0..4.",
         ),
     ] = None,
-    config: Annotated[
-        list[str] | None, option("--config", "Config file, name, or glob. Repeat the option for folds.")
-    ] = None,
+    config: Annotated[list[str] | None, option("--config", "Config file, or the name of a shipped config.")] = None,
     jobs: Annotated[int, option("--jobs", "Train N runs at a time, which share the GPUs.", "N", min=1)] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs without training.")] = False,
     only: Annotated[int | None, option("--only", "Train only run I of the list, in this process.", "I")] = None,

@@ -153,7 +153,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> tuple[Path, list
 
     Args:
         words: config files, `KEY=VALUES`, and at most one name of the sweep.
-        configs: further config files, names of configs, or globs.
+        configs: further config files, or names of configs.
 
     Raises:
         ConfigError: lists every problem of every run.
@@ -163,7 +163,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> tuple[Path, list
     names = [word for word in plain if word not in files]
     if len(names) > 1:
         raise ConfigError(f"{', '.join(names)}: only one sweep can be named; values are KEY=A,B")
-    files = [file for pattern in [*configs, *files] for file in _matching(pattern)]
+    files = [*configs, *files]
     if not files:
         raise ConfigError("--config FILE is missing: name a config; the same command continues a sweep")
     # The runs of a config have its name in their folders.
@@ -206,15 +206,6 @@ def _common_momentum(configs: Sequence[RunConfig]) -> str | None:
     from segapp.session.trainer import common_momentum
 
     return f"train.bn_momentum={json.dumps(common_momentum(list(different.values())))}"
-
-
-def _matching(pattern: str) -> list[str]:
-    """Return the files that match a glob, in their order; a name or path is returned as it is."""
-    if not set(pattern) & set("*?[") or Path(pattern).is_file():
-        return [pattern]
-    if not (found := sorted(map(str, Path().glob(pattern))) or sorted(map(str, Path("configs").glob(pattern)))):
-        raise ConfigError(f"--config {pattern} matches no file: check the pattern")
-    return found
 
 
 def _default_name(labels: Sequence[str]) -> str:
