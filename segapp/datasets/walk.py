@@ -44,23 +44,20 @@ class Folder:
     links: frozenset[str]  # files that are links
 
 
-def walk(
-    start: str | os.PathLike[str], skip: Collection[str] = (), *, depth: int | None = None, hidden: bool = False
-) -> Iterator[Folder]:
+def walk(start: str | os.PathLike[str], skip: Collection[str] = ()) -> Iterator[Folder]:
     """Yield a folder and the folders below it, each before those that it contains.
 
     Links to folders come last, so that a folder has its own path; one to a folder that was listed, or contains the
     start, is not followed. Hidden folders and the folders in `skip` (resolved) are left out, and so is a run, of which
-    only `run.json` is named. With `hidden`, hidden folders and files are like others. `depth` limits the levels of
-    folders; 1 is the start.
+    only `run.json` is named.
 
     Raises:
         DataError: A folder cannot be listed.
     """
     first = os.path.realpath(start)
-    seen, waiting = set(skip) - {first}, deque([(os.fspath(start), "", first, 1)])
+    seen, waiting = set(skip) - {first}, deque([(os.fspath(start), "", first)])
     while waiting:
-        path, place, real, level = waiting.pop()
+        path, place, real = waiting.pop()
         if real in seen:
             continue
         seen.add(real)
@@ -83,16 +80,14 @@ def walk(
         below = []
         for entry in entries:
             is_folder = _is_folder(entry)
-            if not hidden and (entry.name[0] == "." or entry.name.lower() in _SYSTEM_NAMES):
+            if entry.name[0] == "." or entry.name.lower() in _SYSTEM_NAMES:
                 found.hidden.append(entry.name + "/" * is_folder)
             elif not is_folder:
                 found.files.append(entry.name)
-            elif level == depth:
-                continue
             elif entry.is_symlink():
-                waiting.appendleft((entry.path, f"{place}{entry.name}/", os.path.realpath(entry.path), level + 1))
+                waiting.appendleft((entry.path, f"{place}{entry.name}/", os.path.realpath(entry.path)))
             else:
-                below.append((entry.path, f"{place}{entry.name}/", os.path.join(real, entry.name), level + 1))
+                below.append((entry.path, f"{place}{entry.name}/", os.path.join(real, entry.name)))
         yield found
         waiting += reversed(below)
 
