@@ -20,37 +20,88 @@ Mode = Literal["single", "dp", "ddp", "model"]
 """How the devices of a training work together: `parallel.mode` without auto."""
 
 
+Split = tuple[int, ...]
+"""Samples of each device, in device order, with zeros."""
+
+
+SPLIT_NAMES = frozenset({"gpu0_bsz", "shares"})
+"""The names of a request's values in configs, commands and settings."""
+
+
 @dataclass(frozen=True)
-class SplitCheck:
-    """The result of `check_split`.
+class SplitRequest:
+    """A request to divide batches: by `gpu0_bsz`, by `shares`, or evenly if both are None; see `plan_chunks`.
 
-    Attributes:
-        split: Samples per device for a full batch; None if the request is refused.
-        reasons: Why it is refused, one sentence each, with the next move; empty if it is accepted.
-        notes: Consequences of an accepted request that the number does not show, such as an idle device.
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: A number is negative, all shares are 0, or both are given.
     """
 
-    split: tuple[int, ...] | None
-    reasons: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    gpu0_bsz: int | None = None
+    shares: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        gpu0_bsz, shares = self.gpu0_bsz, self.shares
+        if gpu0_bsz is not None:
+            gpu0_bsz = check_count("gpu0_bsz", gpu0_bsz, more="None splits evenly")
+        if shares is not None:
+            given = check_list("shares", shares, "the samples of each device, in device order")
+            # Each entry is checked first, so that a wrong one is named by its position.
+            shares = tuple(check_count(f"shares[{i}]", share) for i, share in enumerate(given))
+            if gpu0_bsz is not None:
+                raise ValueError(f"gpu0_bsz={gpu0_bsz} and shares={given} exclude each other: one of them must be None")
+            if shares and sum(shares) == 0:
+                raise ValueError(f"shares={given} gives every device 0 samples: make at least one share positive")
+        vars(self).update(gpu0_bsz=gpu0_bsz, shares=shares)
+
+    def __str__(self) -> str:
+        if self.shares is not None:
+            return f"shares={list(self.shares)}"
+        return "an even split" if self.gpu0_bsz is None else f"gpu0_bsz={self.gpu0_bsz}"
+
+    @property
+    def first(self) -> int | None:
+        """Samples of device 0 in a full batch; None for an even split."""
+        return self.gpu0_bsz if self.shares is None else self.shares[0]
+
+    @property
+    def least_batch(self) -> int:
+        """The smallest full batch that can be divided so, 0 for an even split."""
+        return (self.gpu0_bsz or 0) if self.shares is None else sum(self.shares)
+
+    def check_devices(self, num_devices: int, full_batch: int | None) -> int | None:
+        """Return `full_batch` as an integer; ValueError if these devices cannot divide it as requested."""
+        if full_batch is not None:
+            full_batch = check_count("full_batch", full_batch, least=1)
+        if self.gpu0_bsz == 0 and num_devices == 1:
+            raise ValueError("gpu0_bsz=0 gives the only device no samples: use None, or add a device")
+        if full_batch is not None and self.shares is None and self.least_batch > full_batch:
+            raise ValueError(f"{self} is more than the batch of {full_batch}: use 0 to {full_batch}")
+        if self.shares is not None and len(self.shares) != num_devices:
+            raise ValueError(f"{self} names {len(self.shares)} devices, there are {num_devices}: give one each")
+        if self.shares is not None and full_batch not in (None, self.least_batch):
+            raise ValueError(f"{self} add up to {self.least_batch}, but the batch is {full_batch}: make them equal")
+        return full_batch
+
+    def plan(self, num_samples: int, num_devices: int, full_batch: int | None = None) -> Split:
+        """Return the number of samples of each device, in device order; see `plan_chunks`."""
+        num_samples = check_count("num_samples", num_samples)
+        num_devices = check_count("num_devices", num_devices, least=1)
+        full_batch = self.check_devices(num_devices, full_batch)
+        if self.shares is not None:
+            return _scale_shares(num_samples, self.shares)
+        if self.gpu0_bsz is None:
+            return _even(num_samples, num_devices)
+        if num_devices == 1:
+            return (num_samples,)
+        own = min(self.gpu0_bsz, num_samples)
+        if full_batch is not None and num_samples < full_batch and own:
+            own = max(1, self.gpu0_bsz * num_samples // full_batch)
+        each, left_over = divmod(num_samples - own, num_devices - 1)
+        return (own, *(each + (i < left_over) for i in range(num_devices - 1)))
 
 
-class RankSplit:
-    """The split of every batch over ranks, the same on all of them; `gpu0_bsz` and `shares` may change between steps.
-
-    `plan_chunks` describes the other arguments and their errors.
-    """
-
-    def __init__(
-        self, num_ranks: int, gpu0_bsz: int | None = None, *, shares: Sequence[int] | None = None, full_batch: int = 1
-    ) -> None:
-        self.num_ranks, self.gpu0_bsz, self.shares = num_ranks, gpu0_bsz, shares
-        self.full_batch: int | None = full_batch
-        self.plan(full_batch)  # raises for an impossible split
-
-    def plan(self, num_samples: int) -> tuple[int, ...]:
-        """Return the samples of each rank for a batch of this size, with zeros; see `plan_chunks`."""
-        return plan_chunks(num_samples, self.num_ranks, self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares)
+EVEN = SplitRequest()
 
 
 def plan_chunks(
@@ -60,7 +111,7 @@ def plan_chunks(
     *,
     full_batch: int | None = None,
     shares: Sequence[int] | None = None,
-) -> tuple[int, ...]:
+) -> Split:
     """Return the number of samples of each device, in device order.
 
     `gpu0_bsz=None` splits evenly; the remainder goes to device 1 and the following ones, because device 0 also holds
@@ -93,23 +144,10 @@ def plan_chunks(
         >>> plan_chunks(5, 3, 4), plan_chunks(5, 3, 4, full_batch=8), plan_chunks(4, 3, shares=[2, 3, 3])
         ((4, 1, 0), (2, 2, 1), (1, 2, 1))
     """
-    num_samples = check_count("num_samples", num_samples)
-    num_devices = check_count("num_devices", num_devices, least=1)
-    gpu0_bsz, shares, full_batch = check_request(num_devices, gpu0_bsz, shares, full_batch)
-    if shares is not None:
-        return _scale_shares(num_samples, shares)
-    if gpu0_bsz is None:
-        return _even(num_samples, num_devices)
-    if num_devices == 1:
-        return (num_samples,)
-    own = min(gpu0_bsz, num_samples)
-    if full_batch is not None and num_samples < full_batch and own:
-        own = max(1, gpu0_bsz * num_samples // full_batch)
-    each, left_over = divmod(num_samples - own, num_devices - 1)
-    return (own, *(each + (i < left_over) for i in range(num_devices - 1)))
+    return SplitRequest(gpu0_bsz, shares).plan(num_samples, num_devices, full_batch)
 
 
-def replan_shares(shares: Sequence[int], old: Sequence[str], new: Sequence[str], num_samples: int) -> tuple[int, ...]:
+def replan_shares(shares: Sequence[int], old: Sequence[str], new: Sequence[str], num_samples: int) -> Split:
     """Return the samples of each new device, in proportion to the samples that the same devices had before.
 
     A new device counts as the mean of the old ones. After rounding, no device that had samples before is left without
@@ -139,89 +177,55 @@ def replan_shares(shares: Sequence[int], old: Sequence[str], new: Sequence[str],
 
 
 def check_split(
-    batch_size: int,
-    num_devices: int,
-    gpu0_bsz: int | None = None,
-    *,
-    shares: Sequence[int] | None = None,
-    smallest_chunk: int = 1,
-) -> SplitCheck:
-    """Return the split of a full batch, or why it is impossible; never raises for a bad request.
+    request: SplitRequest | int | None, batch_size: int, num_devices: int, smallest_chunk: int = 1
+) -> tuple[Split | None, str]:
+    """Return the split of a full batch and a note on it, or None and why it is impossible; never raises for a request.
 
     Args:
+        request: A number is a `gpu0_bsz`.
         batch_size: Samples of a full batch.
         num_devices: Devices that share it.
-        gpu0_bsz: Samples of device 0, or None.
-        shares: Samples of every device, or None.
         smallest_chunk: Samples that a device needs if it has any: 2 if a BatchNorm layer over one value per sample is
             not synchronized (see `segapp.parallel.batchnorm_guard.smallest_chunk`), else 1.
 
     Returns:
-        The split, or the reasons of the refusal.
+        A note names a consequence that the number does not show, such as an idle device; it may be empty. A reason
+        contains the next move.
 
     Example:
         >>> from segapp.chunks import check_split
-        >>> check_split(8, 3, 2).split
-        (2, 3, 3)
-        >>> check_split(8, 3, 9).reasons[0]
-        'gpu0_bsz=9 is more than the batch of 8: use 0 to 8'
+        >>> check_split(2, 8, 3)
+        ((2, 3, 3), '')
+        >>> check_split(9, 8, 3)
+        (None, 'gpu0_bsz=9 is more than the batch of 8: use 0 to 8')
     """
     try:
+        request = request if isinstance(request, SplitRequest) else SplitRequest(request)
         # A full batch of 0 would be refused as a wrong argument; the reason below names the key of the config.
-        split = plan_chunks(batch_size, num_devices, gpu0_bsz, shares=shares, full_batch=batch_size or None)
+        split = request.plan(batch_size, num_devices, batch_size or None)
     except (TypeError, ValueError) as error:
-        return SplitCheck(None, (str(error),))
-    request = f"gpu0_bsz={gpu0_bsz}" if shares is None else f"shares={list(shares)}"
-    reasons = []
+        return None, str(error)
     if batch_size == 0:
-        reasons.append("batch_size=0 has nothing to split: use 1 or more")
-    if any(0 < size < smallest_chunk for size in split):
-        reasons.append(
-            f"{request} gives a device {min(size for size in split if size)} of {batch_size} samples, BatchNorm "
-            f"needs {smallest_chunk}: use sync_bn: true, or a split like {_suggest(batch_size, num_devices)}"
+        return None, "batch_size=0 has nothing to split: use 1 or more"
+    least = min(size for size in split if size)
+    if least < smallest_chunk:
+        return None, (
+            f"{request} gives a device {least} of {batch_size} samples, BatchNorm needs {smallest_chunk}: "
+            f"use sync_bn: true, or a split like {_suggest(batch_size, num_devices)}"
         )
-    if reasons:
-        return SplitCheck(None, tuple(reasons))
-    notes = [f"device {i} computes nothing" for i, size in enumerate(split) if size == 0]
-    if num_devices == 1 and gpu0_bsz is not None:
-        notes.append(f"gpu0_bsz={gpu0_bsz} has no effect on one device")
-    return SplitCheck(split, (), tuple(notes))
+    if 0 in split:
+        return split, f"device {split.index(0)} computes nothing"
+    has_effect = num_devices > 1 or request.gpu0_bsz is None
+    return split, "" if has_effect else f"{request} has no effect on one device"
 
 
-def check_request(
-    num_devices: int, gpu0_bsz: int | None, shares: Iterable[int] | None, full_batch: int | None
-) -> tuple[int | None, list[int] | None, int | None]:
-    """Return `gpu0_bsz`, `shares` and `full_batch` of `plan_chunks` as integers; raise its errors."""
-    if full_batch is not None:
-        full_batch = check_count("full_batch", full_batch, least=1)
-    if gpu0_bsz is not None:
-        gpu0_bsz = check_count("gpu0_bsz", gpu0_bsz, more="None splits evenly")
-        if gpu0_bsz == 0 and num_devices == 1:
-            raise ValueError("gpu0_bsz=0 gives the only device no samples: use None, or add a device")
-        if full_batch is not None and gpu0_bsz > full_batch:
-            raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
-    if shares is not None:
-        shares = check_list("shares", shares, "the samples of each device, in device order")
-        # Each entry is checked first, so that a wrong one is named by its position.
-        shares = [check_count(f"shares[{i}]", share) for i, share in enumerate(shares)]
-        if gpu0_bsz is not None:
-            raise ValueError(f"gpu0_bsz={gpu0_bsz} and shares={shares} exclude each other: one of them must be None")
-        if len(shares) != num_devices:
-            raise ValueError(f"shares={shares} names {len(shares)} devices, there are {num_devices}: give one each")
-        if sum(shares) == 0:
-            raise ValueError(f"shares={shares} gives every device 0 samples: make at least one share positive")
-        if full_batch is not None and sum(shares) != full_batch:
-            raise ValueError(f"shares={shares} add up to {sum(shares)}, but the batch is {full_batch}: make them equal")
-    return gpu0_bsz, shares, full_batch
-
-
-def _even(num_samples: int, num_devices: int) -> tuple[int, ...]:
+def _even(num_samples: int, num_devices: int) -> Split:
     each, left_over = divmod(num_samples, num_devices)
     first = 1 if each else 0  # device 0 gets no remainder, unless there are fewer samples than devices
     return tuple(each + (first <= i < first + left_over) for i in range(num_devices))
 
 
-def _scale_shares(num_samples: int, shares: Sequence[int]) -> tuple[int, ...]:
+def _scale_shares(num_samples: int, shares: Sequence[int]) -> Split:
     """Return shares scaled by largest remainders, ties to the first device after 0; none exceeds its full share."""
     full = sum(shares)
     sizes = [share * num_samples // full for share in shares]

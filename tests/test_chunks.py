@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.chunks import check_split, replan_shares
+from segapp.chunks import SplitRequest, check_split, replan_shares
 from segapp.parallel import plan_chunks
 
 
@@ -87,20 +87,22 @@ def test_bad_split_error_names_value_and_next_move(call, error, part):
 
 
 def test_check_split_returns_the_problem_without_raising():
-    assert check_split(8, 3, 2).split == (2, 3, 3)
-    assert check_split(8, 3, 0).notes == ("device 0 computes nothing",)
-    assert check_split(4, 1, 2).notes == ("gpu0_bsz=2 has no effect on one device",)
-    for refused in (check_split(8, 3, 9), check_split(8, 3, -1), check_split(0, 3), check_split(8, 1, 0)):
-        assert refused.split is None
-        assert refused.reasons
+    assert check_split(2, 8, 3) == ((2, 3, 3), "")
+    assert check_split(0, 8, 3) == ((0, 4, 4), "device 0 computes nothing")
+    assert check_split(2, 4, 1) == ((4,), "gpu0_bsz=2 has no effect on one device")
+    for request, batch_size, num_devices in ((9, 8, 3), (-1, 8, 3), (True, 8, 3), (None, 0, 3), (0, 8, 1)):
+        split, reason = check_split(request, batch_size, num_devices)
+        assert split is None
+        assert reason
 
 
 def test_check_split_suggests_a_split_batchnorm_accepts():
-    refused = check_split(5, 3, 1, smallest_chunk=2)
-    assert "sync_bn: true" in refused.reasons[0]
-    assert "[2, 3, 0]" in refused.reasons[0]
-    assert check_split(5, 3, shares=[2, 3, 0], smallest_chunk=2).reasons == ()
-    assert check_split(5, 3, 1, smallest_chunk=1).reasons == ()
+    _, reason = check_split(1, 5, 3, smallest_chunk=2)
+    assert "gpu0_bsz=1 gives a device 1 of 5 samples" in reason
+    assert "sync_bn: true" in reason
+    assert "[2, 3, 0]" in reason
+    assert check_split(SplitRequest(shares=[2, 3, 0]), 5, 3, smallest_chunk=2)[0] == (2, 3, 0)
+    assert check_split(1, 5, 3, smallest_chunk=1)[0] == (1, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -250,16 +250,16 @@ def control_run(
 
 def split_problem(command: Command, folder: RunFolder) -> str | None:
     """Return why a requested split is not sent: the trainer's check, made with the facts in the run's events."""
-    if not isinstance(command, SetCommand) or not command.asks_for_split:
+    if not isinstance(command, SetCommand) or command.split is None:
         return None
     view = View()
     fold_file(view, folder.events)
     # The trainer has not written its facts yet, and checks the split itself.
     if view.start is None:
         return None
-    checked = view.split_checker.check(command.gpu0_bsz, command.shares)
+    checked = view.split_checker.check(command.split)
     problem = checked.rejection(force=command.force)
-    if problem is None and checked.split is not None and command.gpu0_bsz != "auto":
+    if problem is None and checked.split is not None and command.split != "auto":
         print(f"split {dots(checked.split)} of {view.split_checker.batch_size}")
     return problem
 

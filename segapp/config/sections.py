@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from segapp.chunks import SplitRequest
 from segapp.config.options import (
     LOSSES,
     OPTIMIZERS,
@@ -418,6 +419,16 @@ class ParallelConfig(Section):
     def has_split(self) -> bool:
         return self.gpu0_bsz is not None or self.shares is not None
 
+    @property
+    def is_auto(self) -> bool:
+        """True if the split follows the measured memory."""
+        return self.gpu0_bsz == "auto"
+
+    @property
+    def split(self) -> SplitRequest:
+        """The split of a full batch; an even one if it is automatic."""
+        return SplitRequest(None if self.gpu0_bsz == "auto" else self.gpu0_bsz, self.shares)
+
 
 class EvalConfig(Section):
     """`eval:` when and how the model is evaluated."""
@@ -548,3 +559,15 @@ class LiveSettings(BaseModel):
     """Evaluate in windows of at most this height and width; None: as configured."""
     is_recomputed: bool = False
     """True if `recompute` is `all` because of an out-of-memory error."""
+
+    @property
+    def is_auto(self) -> bool:
+        return self.gpu0_bsz_auto
+
+    @property
+    def split(self) -> SplitRequest:
+        return SplitRequest(self.gpu0_bsz, self.shares)
+
+    def with_split(self, split: SplitRequest, *, is_auto: bool) -> "LiveSettings":
+        shares = None if split.shares is None else list(split.shares)
+        return self.model_copy(update={"gpu0_bsz": split.gpu0_bsz, "shares": shares, "gpu0_bsz_auto": is_auto})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from segapp.chunks import Mode
+from segapp.chunks import Mode, Split
 
 EVAL = "eval"
 PHASES = ("forward", "loss", "backward", "step", EVAL)
@@ -81,9 +81,6 @@ class NetworkFacts:
     """Custom component that asks for float32."""
     loss_note: str | None
 
-
-Split = tuple[int, ...]
-"""Samples of a full batch for each device."""
 
 Point = tuple[float, float]
 """(x, y): samples on a device, MiB."""

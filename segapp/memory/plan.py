@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from segapp.chunks import check_split
+from segapp.chunks import EVEN, SplitRequest, check_split
 from segapp.memory.peaks import BlocksPerDevice, NetworkFacts, PeakModel, PlannedPeaks
 from segapp.memory.split_check import FULL_FRAC, Level, SplitChecker, fits
 from segapp.run.files import read_of_run, write_atomic
@@ -168,21 +168,17 @@ class Planner:
         Modes without a split have one row; if the batch is too small for BatchNorm, `batch_size` is refused instead.
         """
         checker = self.checker(batch_size)
-        values = {value: value for value in range(batch_size + 1)} if self.has_split else {batch_size: None}
-        results = {value: self._evaluate(checker, gpu0_bsz) for value, gpu0_bsz in values.items()}
+        requests = {value: SplitRequest(value) for value in range(batch_size + 1)}
+        results = {value: self._evaluate(checker, request) for value, request in requests.items()}
+        if not self.has_split:
+            results = {batch_size: self._evaluate(checker, EVEN)}
         rows = tuple(row for row in results.values() if not isinstance(row, str))
         return rows, tuple((value, reason) for value, reason in results.items() if isinstance(reason, str))
 
-    def row(self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None) -> PlanRow:
-        """Return one split of a batch; `shares` replace `gpu0_bsz`.
-
-        Raises:
-            ValueError: the split is not possible.
-        """
-        row = self._evaluate(self.checker(batch_size), gpu0_bsz, shares)
-        if isinstance(row, str):
-            raise ValueError(row)
-        return row
+    def row(self, batch_size: int, request: SplitRequest = EVEN) -> PlanRow | None:
+        """Return one split of a batch; None if it is not possible."""
+        row = self._evaluate(self.checker(batch_size), request)
+        return None if isinstance(row, str) else row
 
     def largest_batch(self) -> tuple[int, PlanRow | None]:
         """Return the largest batch with a split that fits, and that split; 0 and None if no batch fits."""
@@ -216,18 +212,16 @@ class Planner:
             tensor_frac=self.overhead.tensor_frac,
         )
 
-    def _evaluate(
-        self, checker: SplitChecker, gpu0_bsz: int | None, shares: Sequence[int] | None = None
-    ) -> PlanRow | str:
+    def _evaluate(self, checker: SplitChecker, request: SplitRequest) -> PlanRow | str:
         """Return the row of a split, or why it is refused; modes without a split have the whole batch first."""
-        if self.has_split or gpu0_bsz is not None or shares is not None:
-            checked = checker.check(gpu0_bsz, shares)
+        if self.has_split:
+            checked = checker.check(request)
             if checked.split is None:
                 return checked.reason
-            return self._row(gpu0_bsz, checked.split, checked.level, checked.reason)
-        check = check_split(checker.batch_size, 1, smallest_chunk=self.smallest_chunk)
-        if check.split is None:
-            return check.reasons[0]
+            return self._row(request.gpu0_bsz, checked.split, checked.level, checked.reason)
+        split, reason = check_split(None, checker.batch_size, 1, self.smallest_chunk)
+        if split is None:
+            return reason
         split = (checker.batch_size, *[0] * (len(self.gpus) - 1))
         return self._row(None, split, *checker.fit_of(split))
 
@@ -265,6 +259,14 @@ class SavedMemoryPlan:
     """Sentences on how the batch was found."""
     recompute: BlocksPerDevice | None = None
     """With `train.recompute: auto`: the recomputed blocks."""
+
+    @property
+    def request(self) -> SplitRequest:
+        """The split that an automatic one begins with."""
+        return SplitRequest(self.gpu0_bsz)
+
+    def without_splits(self) -> SavedMemoryPlan:
+        return replace(self, gpu0_bsz=None, splits=(), tensors_mib=())
 
     def predicted_mib(
         self, split: Sequence[int] | None, *, has_own_blocks: bool = True, is_shared: bool = False

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from segapp.chunks import check_split
-from segapp.memory.peaks import PeakModel, Split
+from segapp.chunks import Split, SplitRequest, check_split
+from segapp.memory.peaks import PeakModel
 from segapp.run.words import dots
 
 Level = Literal["ok", "tight", "won't fit", "no change", "refused"]
@@ -70,7 +70,6 @@ class CheckedSplit:
 class SplitMove:
     """A change of the split that `auto` makes."""
 
-    gpu0_bsz: int
     split: Split
     predicted_mib: tuple[float, ...]
     reason: str
@@ -108,10 +107,10 @@ class SplitChecker:
         why = why if self.mode == "model" else "there is one device: it takes the whole batch"
         return f"{why}: gpu0_bsz and shares are for parallel.mode = dp or ddp"
 
-    def check(self, gpu0_bsz: int | Literal["auto"] | None, shares: Sequence[int] | None = None) -> CheckedSplit:
+    def check(self, request: SplitRequest | int | Literal["auto"] | None) -> CheckedSplit:
         """Check a requested split against all known facts; never raises for a bad request.
 
-        `gpu0_bsz`: Samples of device 0 in a full batch; None for an even split; `auto` to follow the measured memory.
+        A number is a `gpu0_bsz`, None an even split, and `auto` follows the measured memory.
 
         Example:
             >>> SplitChecker(8, 3, current=(0, 4, 4)).check(2).split
@@ -124,7 +123,7 @@ class SplitChecker:
         """
         if self.why_no_split is not None:
             return CheckedSplit(None, "refused", self.why_no_split)
-        if gpu0_bsz == "auto":
+        if request == "auto":
             if self.usable_mib and None not in self.usable_mib:
                 return CheckedSplit(self.current, "ok", "the split follows the measured memory")
             reason = (
@@ -132,7 +131,7 @@ class SplitChecker:
                 "use a number"
             )
             return CheckedSplit(None, "refused", reason)
-        split, note = self._split_of(gpu0_bsz, shares)
+        split, note = self._split_of(request)
         if split is None:
             return CheckedSplit(None, "refused", note)
         predicted = self.peaks.peak_mib(split)
@@ -143,17 +142,13 @@ class SplitChecker:
             reason = f"{reason}; {note}"
         return CheckedSplit(split, level, reason, predicted)
 
-    def _split_of(self, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> tuple[Split | None, str]:
+    def _split_of(self, request: SplitRequest | int | None) -> tuple[Split | None, str]:
         """Return a split and a note on it, which may be empty; or None and why no split fulfills the request."""
-        check = check_split(
-            self.batch_size, self.num_devices, gpu0_bsz, shares=shares, smallest_chunk=self.smallest_chunk
-        )
-        if check.split is None:
-            return None, check.reasons[0]
-        if self.needs_samples is not None and 0 in check.split:
-            reason = f"split {dots(check.split)} leaves a rank without samples, and {self.needs_samples}"
+        split, note = check_split(request, self.batch_size, self.num_devices, self.smallest_chunk)
+        if split is not None and self.needs_samples is not None and 0 in split:
+            reason = f"split {dots(split)} leaves a rank without samples, and {self.needs_samples}"
             return None, f"{reason}: give every rank at least one sample"
-        return check.split, next(iter(check.notes), "")
+        return split, note
 
     def fit_of(self, split: Sequence[int]) -> tuple[Level, str]:
         """Return the level of the device with the highest share of its memory in use under a split, and the reason.
@@ -218,7 +213,7 @@ class SplitChecker:
                     f"{dots(current)}; {dots(split)} is expected to bring the fullest to "
                     f"{100 * then:.0f} % ({source})"
                 )
-                return SplitMove(candidates[split], split, predicted, reason)
+                return SplitMove(split, predicted, reason)
         return None
 
     def _rated_by(self) -> list[tuple[PeakModel, str]]:
@@ -235,16 +230,11 @@ class SplitChecker:
         source = "no other split was measured yet"
         return [(replace(self.peaks, slope_mib=frac * largest), source) for frac in ASSUMED_FRACS]
 
-    def _candidates(self) -> dict[Split, int]:
-        """Return the splits to try, with the smallest `gpu0_bsz` that gives each."""
-        splits: dict[Split, int] = {}
-        for gpu0_bsz in range(self.batch_size + 1):
-            split, _ = self._split_of(gpu0_bsz)
-            if split is None or split == self.current or split in self.failed:
-                continue
-            if self.ceiling is None or split[0] < self.ceiling:
-                splits.setdefault(split, gpu0_bsz)
-        return splits
+    def _candidates(self) -> list[Split]:
+        """Return the splits to try, each by another number of samples on device 0."""
+        splits = [split for first in range(self.batch_size + 1) if (split := self._split_of(first)[0]) is not None]
+        most = self.batch_size if self.ceiling is None else self.ceiling - 1
+        return [split for split in splits if split != self.current and split not in self.failed and split[0] <= most]
 
     def with_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> SplitChecker:
         """Return the checker after a split ran out of memory and `old` did not; None: the current split."""

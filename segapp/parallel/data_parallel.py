@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import random_states
-from segapp.chunks import check_positive, check_request, plan_chunks
+from segapp.chunks import Split, SplitRequest, check_positive
 from segapp.compat.torch import STATE_DICT_METADATA, dispatch_modes
 from segapp.parallel.dropout import with_masks
 from segapp.parallel.replica_threads import DEFAULT_TIMEOUT_S, Mode, ReplicaThreads, current_replica, keep_workers
@@ -106,6 +106,11 @@ class DataParallelModel(nn.Module):
         [(1, 1), (2, 1), (2, 1)]
     """
 
+    split: SplitRequest
+    gpu0_bsz: int | None
+    shares: list[int] | None
+    full_batch: int | None
+
     def __init__(
         self,
         module: nn.Module,
@@ -130,25 +135,26 @@ class DataParallelModel(nn.Module):
         if len(self.devices) > 1:
             check_replicable(module)
         self.module = module
-        self.shares, self.full_batch, self.gpu0_bsz = shares, full_batch, gpu0_bsz
+        self.divide(SplitRequest(gpu0_bsz, shares), full_batch)
         self.dim, self.timeout_s = dim, timeout_s
         self.mode: Mode = mode
         self._warnings: list[str] = []  # a list, which copies of this module in replicas share
         self._draws: dict[tuple[bool, int], bool] = {}
         """Whether forward passes draw random numbers, by grad mode and number of parts in training mode."""
-        self.last_split: tuple[int, ...] = (0,) * (len(self.devices) or 1)
+        self.last_split: Split = (0,) * (len(self.devices) or 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Check an argument, in the constructor and later."""
         if name in _SPLIT:
             # Each part of a split is valid only together with the others.
-            request = [value if name == each else vars(self).get(each) for each in _SPLIT]
-            value = check_request(len(self.devices) or 1, *request)[_SPLIT.index(name)]
-        elif name == "dim" and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
+            *request, full_batch = (value if name == each else getattr(self, each) for each in _SPLIT)
+            self.divide(SplitRequest(*request), full_batch)
+            return
+        if name == "dim" and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
             raise TypeError(f"dim={value!r} is not a whole number: use the dimension of the samples, such as 0")
-        elif name == "mode" and value not in get_args(Mode):
+        if name == "mode" and value not in get_args(Mode):
             raise ValueError(f"mode={value!r} is not known: use 'threads' or 'lockstep'")
-        elif name == "timeout_s":
+        if name == "timeout_s":
             check_positive(name, value)
         elif name == "output_device" and value is not None:
             value = resolve_devices([value])[0]
@@ -161,11 +167,15 @@ class DataParallelModel(nn.Module):
         names = ("device_ids", *_SPLIT, "dim", "mode", "timeout_s", "output_device")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
 
-    def plan(self, num_samples: int) -> tuple[int, ...]:
+    def divide(self, split: SplitRequest, full_batch: int | None) -> None:
+        """Set `gpu0_bsz`, `shares` and `full_batch` together, from the next forward pass on."""
+        full_batch = split.check_devices(len(self.devices) or 1, full_batch)
+        shares = None if split.shares is None else list(split.shares)
+        vars(self).update(split=split, gpu0_bsz=split.gpu0_bsz, shares=shares, full_batch=full_batch)
+
+    def plan(self, num_samples: int) -> Split:
         """Return the samples per device for a batch of this size, with zeros."""
-        return plan_chunks(
-            num_samples, len(self.devices) or 1, self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares
-        )
+        return self.split.plan(num_samples, len(self.devices) or 1, self.full_batch)
 
     def scatter(self, batch: Any) -> ReplicaOutputs:
         """Return a batch's chunks, each on its device, as `forward` makes them; `forward` also takes the result.

@@ -86,7 +86,7 @@ def with_kept(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
 
 def is_planned(config: RunConfig) -> bool:
     """Return True if a memory plan determines the batch, the split, or the recomputed blocks."""
-    return not config.train.batch_size or config.parallel.gpu0_bsz == "auto" or config.train.recompute == "auto"
+    return not config.train.batch_size or config.parallel.is_auto or config.train.recompute == "auto"
 
 
 def with_train(config: RunConfig, **changes: Any) -> RunConfig:
@@ -109,8 +109,8 @@ def _load_or_make_plan(
     gpus = known_gpus(device_infos)
     if gpus is None and (batch_size or kept is not None):
         if kept is not None and not is_for_these:  # a plan for other devices only gives the batch
-            kept = replace(kept, gpu0_bsz=None, splits=(), tensors_mib=())
-        return None if kept is None else replace(kept, recompute=None)  # gpu0_bsz: auto begins with an even split
+            kept = kept.without_splits()
+        return None if kept is None else replace(kept, recompute=None)  # an automatic split begins as an even one
     if kept is not None:
         config = with_train(config, batch_size=kept.batch_size, accumulate=kept.accumulate)
     if gpus is None:

@@ -359,8 +359,8 @@ def _with_chosen(
 
 
 def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
-    """Return the splits of the batch that the config allows: one, or all with `gpu0_bsz: auto`."""
-    if planner.has_split and config.parallel.gpu0_bsz == "auto":
+    """Return the splits of the batch that the config allows: one, or all if the split is automatic."""
+    if planner.has_split and config.parallel.is_auto:
         return planner.rows(config.train.batch_size)[0]
     row = _current_row(config, planner)
     return () if row is None else (row,)
@@ -368,11 +368,10 @@ def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
 
 def _largest_batch(config: RunConfig, planner: Planner, least: int, most: int) -> int:
     """Return the largest batch that fits in training and in evaluation with the config's split."""
-    gpu0_bsz = config.parallel.gpu0_bsz
     if planner.model.mode == "ddp":
         least = max(least, len(planner.gpus))
-    if planner.has_split and isinstance(gpu0_bsz, int):
-        least = max(least, gpu0_bsz)
+    if planner.has_split:
+        least = max(least, config.parallel.split.least_batch)
     allowed = range(least, most + 1)
 
     def is_too_large(batch: int) -> bool:
@@ -434,14 +433,8 @@ def ring_mib(config: RunConfig) -> float:
 
 def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
     """Return the split of the config; None if it is automatic or not possible."""
-    section = config.parallel
-    gpu0_bsz = section.gpu0_bsz
-    try:
-        if not planner.has_split:
-            return planner.row(config.train.batch_size)
-        return None if gpu0_bsz == "auto" else planner.row(config.train.batch_size, gpu0_bsz, section.shares)
-    except ValueError:
-        return None
+    is_auto = planner.has_split and config.parallel.is_auto
+    return None if is_auto else planner.row(config.train.batch_size, config.parallel.split)
 
 
 def _precision(config: RunConfig, facts: NetworkFacts) -> str:

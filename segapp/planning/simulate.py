@@ -25,7 +25,7 @@ from segapp.assembly.network import largest_phase
 from segapp.assembly.own_parts import fp32_part, plain_loss_note
 from segapp.assembly.pairs import build_pixels, build_scheme
 from segapp.assembly.trained import read_trained
-from segapp.chunks import Mode
+from segapp.chunks import Mode, SplitRequest
 from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
 from segapp.custom.names import is_component
@@ -187,8 +187,8 @@ class Simulator:
         layout = StepLayout(
             job.mode,
             tuple(torch.device(device) for device in devices),
-            shares=job.split if job.mode == "dp" else None,
-            recompute=job.recompute,
+            SplitRequest(shares=job.split if job.mode == "dp" else None),
+            job.recompute,
         )
         source = assembler.prepare(copy.deepcopy(self._plain), layout)
         stages = self._stages(source, devices) if job.mode == "model" else {}

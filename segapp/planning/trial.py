@@ -11,6 +11,7 @@ from segapp.assembly.devices import DevicePlan, with_precision
 from segapp.assembly.network import build_inference, largest_phase
 from segapp.assembly.pairs import build_pixels, build_scheme, split_names
 from segapp.assembly.trained import read_trained
+from segapp.chunks import SplitRequest
 from segapp.config import RunConfig
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.formats import DATASETS
@@ -105,10 +106,8 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
         torch.OutOfMemoryError: it does not fit.
     """
     scheme = build_scheme(config.data)
-    shares = saved_plan.best_split if devices.mode == "dp" else None
-    engine = build_trial_engine(
-        config, StepLayout(devices.mode, devices.devices, shares=shares, recompute=saved_plan.recompute)
-    )
+    split = SplitRequest(shares=saved_plan.best_split if devices.mode == "dp" else None)
+    engine = build_trial_engine(config, StepLayout(devices.mode, devices.devices, split, saved_plan.recompute))
     try:
         engine.network.module.train()
         batch = blank_batch(

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
+from segapp.chunks import SPLIT_NAMES, SplitRequest
 from segapp.errors import CommandError, accepted_words
 from segapp.run.files import TEMPORARY_PREFIX, read_of_run, reason_of, remove_quietly, write_atomic
 from segapp.run.words import encodable, printable
@@ -61,18 +62,18 @@ class SetCommand(_Command):
         return {name: getattr(self, name) for name in SETTINGS if name in self.model_fields_set}
 
     @property
-    def asks_for_split(self) -> bool:
-        """True if it requests a split, or `gpu0_bsz=auto`."""
-        return "gpu0_bsz" in self.changes or "shares" in self.changes
+    def split(self) -> SplitRequest | Literal["auto"] | None:
+        """The split that it requests; None if it requests none."""
+        if self.gpu0_bsz == "auto":
+            return "auto"
+        is_split = not SPLIT_NAMES.isdisjoint(self.changes)
+        return SplitRequest(self.gpu0_bsz, self.shares) if is_split else None
 
     @property
     def new_settings(self) -> dict[str, Any]:
-        """The new values of the run's `LiveSettings`, by name; `gpu0_bsz=auto` switches `gpu0_bsz_auto` on."""
-        changes = self.changes
-        if changes.get("gpu0_bsz") == "auto":
-            del changes["gpu0_bsz"]
-            changes["gpu0_bsz_auto"] = True
-        return changes
+        """The new values of the run's `LiveSettings`, by name."""
+        others = {name: value for name, value in self.changes.items() if name != "gpu0_bsz"}
+        return {**others, "gpu0_bsz_auto": True} if self.split == "auto" else self.changes
 
     @field_validator("gpu0_bsz", mode="before")
     @classmethod
@@ -107,7 +108,7 @@ class SetCommand(_Command):
     def _check_together(self) -> "SetCommand":
         if not self.changes:
             raise ValueError(f"set changes nothing: write set NAME=VALUE, NAME one of {', '.join(SETTINGS)}")
-        if {"gpu0_bsz", "shares"} <= self.changes.keys():
+        if self.changes.keys() >= SPLIT_NAMES:
             raise ValueError("gpu0_bsz and shares both set the split: write one of them")
         return self
 

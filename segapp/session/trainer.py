@@ -19,6 +19,7 @@ from segapp.assembly.pairs import build_scheme, check_splits_apart, count_images
 from segapp.assembly.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
+from segapp.chunks import EVEN
 from segapp.config import DataConfig, RunConfig, dump_config
 from segapp.custom.names import is_component
 from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
@@ -300,7 +301,7 @@ def _start_of(
     failed = {each.failed_split for each in fallbacks if each.failed_split is not None}
     start = start_of(
         config,
-        None if saved_plan is None else saved_plan.gpu0_bsz,
+        EVEN if saved_plan is None else saved_plan.request,
         context.locations,
         None if checkpoint is None else checkpoint.state,
         [*changes, *(Replay(each.step, each.fallbacks) for each in fallbacks)],
@@ -361,8 +362,7 @@ def _build_parts(
         # The plan has the blocks of all ranks.
         sets = (sets[ranks.rank],)
     live = start.divisible(config.train.batch_size, ranks.world_size * len(devices.devices))
-    shares = None if live.shares is None else tuple(live.shares)
-    layout = StepLayout(devices.mode, devices.devices, live.gpu0_bsz, shares, recompute=sets)
+    layout = StepLayout(devices.mode, devices.devices, live.split, sets)
     parts = assembler.build_parts(
         layout,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),

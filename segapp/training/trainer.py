@@ -370,8 +370,7 @@ class Trainer:
         is_unfreezing = last_frozen is not None and is_frozen and self.position.epoch > last_frozen
         self.controller.add_automatic_changes(self.position.step, is_frozen=is_frozen)
         requested = self.ranks.from_main(self.controller.requests.settings or self.live)
-        changing = ("gpu0_bsz", "shares", "recompute")
-        if any(getattr(requested, name) != getattr(self.live, name) for name in changing):
+        if (requested.split, requested.recompute) != (self.live.split, self.live.recompute):
             if self.saver.is_affordable():
                 self.saver.begin_asked(self.position)
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes

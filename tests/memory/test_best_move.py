@@ -87,7 +87,7 @@ def test_split_moves_only_for_a_large_gain_with_reason():
     for peaks, total_mib in (((), 1000.0), ((900.0, None, 250.0), 1000.0), ((900.0, 250.0, 250.0), None)):
         assert plan((6, 1, 1), peaks, total_mib) is None, "something is unknown"
     move = plan((6, 1, 1), (900.0, 250.0, 250.0))
-    assert (move.gpu0_bsz, move.split) == (2, (2, 3, 3))
+    assert move.split == (2, 3, 3)
     assert move.predicted_mib == pytest.approx((500.0, 450.0, 450.0))  # 300, 150 and 150 without a sample
     assert "device 0 is the fullest, 90 %" in move.reason
     other = plan((6, 1, 1), (900.0, 250.0, 250.0), failed={move.split})
@@ -97,7 +97,7 @@ def test_split_moves_only_for_a_large_gain_with_reason():
 def test_first_move_without_a_slope_assumes_the_largest():
     """By hand: the peaks allow 150 MiB a sample on device 0, where nothing is fixed then, and 100 on the others."""
     move = plan((6, 1, 1), (900.0, 250.0, 250.0), slope_mib=None)
-    assert (move.gpu0_bsz, move.split) == (2, (2, 3, 3))
+    assert move.split == (2, 3, 3)
     assert move.predicted_mib == pytest.approx((300.0, 550.0, 550.0))
 
 
@@ -115,4 +115,4 @@ def test_device_0_may_get_the_whole_batch():
     """By hand: device 1 is as good as full without a sample; each sample takes 100 MiB."""
     peaks = PeakModel({(1, 1): (200.0, 950.0)}, slope_mib=100.0)
     move = SplitChecker(2, 2, current=(1, 1), usable_mib=[1000.0, 1000.0], peaks=peaks).best_move()
-    assert (move.gpu0_bsz, move.split) == (2, (2, 0))
+    assert move.split == (2, 0)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from segapp.chunks import RankSplit
+from segapp.chunks import EVEN, SplitRequest
 from segapp.commands.runs import split_problem
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
@@ -56,6 +56,17 @@ class Counters:
         return self.peak_mib
 
 
+class SameRanks(Ranks):
+    """Ranks of which this process is every one."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
 class TrainedRun:
     """The part of a trainer that decides about splits, without a network; its events are read by the others."""
 
@@ -82,15 +93,15 @@ class TrainedRun:
                 model, DataParallelModel(model, ["cpu"] * num_devices, full_batch=batch_size), CPU
             )
         elif mode == "ddp":
-            network = RankNetwork(model, lambda: model, CPU, Ranks(), RankSplit(num_devices, full_batch=batch_size))
+            network = RankNetwork(model, lambda: model, CPU, SameRanks(num_devices), EVEN, batch_size)
         network.smallest_chunk, network.needs_samples = smallest_chunk, needs_samples
         self.split = BatchSplit(network, batch_size, mode)
-        memory = DeviceMemoryTracker(self.devices, counters=self.counters)
+        self.memory = DeviceMemoryTracker(self.devices, counters=self.counters)
         self.controller = CommandController(
             Inbox(self.folder, log),
             log,
             self.split,
-            memory,
+            self.memory,
             Start(ChangeRecord(LiveSettings()), LiveSettings()),
             blocks=RecomputableBlocks(nn.Linear(1, 1)),
         )
@@ -110,6 +121,7 @@ class TrainedRun:
     def begin_epoch(self) -> None:
         self.controller.add_automatic_changes(self.epoch)
         self.controller.apply(self.controller.requests.settings or self.controller.settings, self.position)
+        self.memory.reset_observed()
 
     def train_epoch(self, *, is_full: bool = True) -> None:
         """An epoch as the trainer makes it, with one step."""
@@ -128,8 +140,8 @@ class TrainedRun:
         send_command(self.folder.path, parse_command(text))
         self.controller.handle_commands(self.controller.inbox.take(is_due=True), self.position)
 
-    def trainer(self, gpu0_bsz: Any, shares: Any = None) -> CheckedSplit:
-        return self.controller.split_checker().check(gpu0_bsz, shares)
+    def trainer(self, request: Any) -> CheckedSplit:
+        return self.controller.split_checker().check(request)
 
     @property
     def view(self) -> View:
@@ -137,8 +149,7 @@ class TrainedRun:
         EventFold(view).add(EventReader(self.folder.events).read_raw())
         return view
 
-    def ctl(self, gpu0_bsz: Any, shares: Any = None) -> str | None:
-        command = SetCommand(shares=shares) if shares is not None else SetCommand(gpu0_bsz=gpu0_bsz)
+    def ctl(self, command: SetCommand) -> str | None:
         return split_problem(command, self.folder)
 
     def plan(self) -> Planner:
@@ -157,8 +168,8 @@ def test_screen_offers_no_editor_in_mode_model(tmp_path):
     assert Gpu0Screen(run.view).check("4")[0] is None
 
 
-requests = st.tuples(st.none() | st.integers(0, 10) | st.just("auto"), st.none()) | st.tuples(
-    st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
+commands = st.builds(SetCommand, gpu0_bsz=st.none() | st.integers(0, 10) | st.just("auto")) | st.builds(
+    SetCommand, shares=st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
 )
 
 
@@ -173,7 +184,7 @@ requests = st.tuples(st.none() | st.integers(0, 10) | st.just("auto"), st.none()
         needs_samples=st.none() | st.just("the network cannot run without samples"),
     ),
     st.lists(st.tuples(st.sampled_from(("train", "short", "set", "revert")), st.integers(0, 9)), max_size=8),
-    st.lists(requests, min_size=1, max_size=6),
+    st.lists(commands, min_size=1, max_size=6),
 )
 @settings(max_examples=60, deadline=None)
 def test_random_runs_have_one_answer_and_one_reason(facts, course, asked):
@@ -187,19 +198,20 @@ def test_random_runs_have_one_answer_and_one_reason(facts, course, asked):
             else:
                 run.controller.revert_split("no memory", run.epoch)
         checker, planner = run.view.split_checker, run.plan()
-        for gpu0_bsz, shares in asked:
-            checked = run.trainer(gpu0_bsz, shares)
-            assert checker.check(gpu0_bsz, shares) == checked
-            assert run.ctl(gpu0_bsz, shares) == checked.rejection(force=False)
-            if gpu0_bsz == "auto":
+        for command in asked:
+            request = command.split
+            checked = run.trainer(request)
+            assert checker.check(request) == checked
+            assert run.ctl(command) == checked.rejection(force=False)
+            if not isinstance(request, SplitRequest):
                 continue
-            planned = planner.checker(run.batch_size).check(gpu0_bsz, shares)
+            planned = planner.checker(run.batch_size).check(request)
             assert planned.is_possible == checked.is_possible
             if not checked.is_possible:
                 assert planned.reason == checked.reason
             elif facts["total_mib"] and checker.ceiling is None and checked.level not in ("no change", "refused"):
                 peaks = checker.peaks.peak(checked.split or ())
                 if all(peak.basis in ("measured", "fitted") for peak in peaks) and 0 not in (checked.split or ()):
-                    row = planner.row(run.batch_size, gpu0_bsz, shares)
+                    row = planner.row(run.batch_size, request)
                     assert (row.level, row.reason) == (checked.level, checked.reason)
         run.writer.close()

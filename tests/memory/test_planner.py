@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from segapp.chunks import SplitRequest
 from segapp.commands.plan import plan_lines
 from segapp.memory.peaks import (
     Line,
@@ -115,10 +116,10 @@ def test_only_ranks_need_a_sample_each(mode, largest):
 
 def test_context_and_room_change_the_need():
     own = Planner(model(), GPUS, OverheadEstimate((700.0, 300.0, 300.0), 0.9))
-    row = own.row(6, 2)
+    row = own.row(6, SplitRequest(2))
     assert row.tensors_mib == (3000.0, 2500.0, 2500.0)
     assert row.peak_mib[0] == pytest.approx(700 + 3000 / 0.9, abs=0.1)
-    assert own.row(6, 6).peak_mib[1:] == (300.0, 300.0), "without samples"
+    assert own.row(6, SplitRequest(6)).peak_mib[1:] == (300.0, 300.0), "without samples"
 
 
 @pytest.mark.parametrize("mode", ["single", "model"])

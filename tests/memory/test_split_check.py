@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import segapp.memory.split_check as module
-from segapp.chunks import plan_chunks
+from segapp.chunks import SplitRequest, plan_chunks
 from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import (
     EXPANDABLE_SEGMENTS,
@@ -29,20 +29,20 @@ def test_examples_in_the_docstrings_hold():
 @pytest.mark.parametrize(
     ("asked", "level", "split"),
     [
-        ({"gpu0_bsz": 4}, "no change", (4, 10, 9, 9)),
-        ({"gpu0_bsz": 6}, "ok", (6, 9, 9, 8)),
-        ({"gpu0_bsz": None}, "ok", (8, 8, 8, 8)),
-        ({"gpu0_bsz": 0}, "ok", (0, 11, 11, 10)),
-        ({"gpu0_bsz": 32}, "ok", (32, 0, 0, 0)),
-        ({"gpu0_bsz": 33}, "refused", None),
-        ({"gpu0_bsz": -1}, "refused", None),
-        ({"gpu0_bsz": True}, "refused", None),
-        ({"gpu0_bsz": None, "shares": [5, 9, 9, 9]}, "ok", (5, 9, 9, 9)),
-        ({"gpu0_bsz": None, "shares": [5, 9, 9]}, "refused", None),
+        (4, "no change", (4, 10, 9, 9)),
+        (6, "ok", (6, 9, 9, 8)),
+        (None, "ok", (8, 8, 8, 8)),
+        (0, "ok", (0, 11, 11, 10)),
+        (32, "ok", (32, 0, 0, 0)),
+        (33, "refused", None),
+        (-1, "refused", None),
+        (True, "refused", None),
+        (SplitRequest(shares=[5, 9, 9, 9]), "ok", (5, 9, 9, 9)),
+        (SplitRequest(shares=[5, 9, 9]), "refused", None),
     ],
 )
 def test_checks_for_four_devices_and_batch_32(asked, level, split):
-    checked = SplitChecker(32, 4, current=(4, 10, 9, 9)).check(**asked)
+    checked = SplitChecker(32, 4, current=(4, 10, 9, 9)).check(asked)
     assert (checked.level, checked.split) == (level, split)
     assert checked.is_allowed == (level == "ok")
     assert checked.reason

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from segapp.chunks import SplitRequest
 from segapp.memory.peaks import PhasePeak, SimulationJob, SimulationResult, fit_model, splits_to_simulate
 from segapp.memory.plan import Fit, GpuSpec, OverheadEstimate, Planner
 from segapp.planning.plan import RecomputeSearch
@@ -79,7 +80,7 @@ def test_blocks_of_the_end_with_fewer_parameters_are_recomputed(of_a, blocks):
 @pytest.mark.parametrize("mode", ["dp", "ddp"])
 def test_each_device_recomputes_as_few_as_its_own_memory_needs(mode):
     search, pool, planner = search_of(mode, 100 + 3 * 225, 100 + 3 * 70, 100 + 2 * 155)
-    found = search.emptiest([planner.row(8, shares=(3, 3, 2))])
+    found = search.emptiest([planner.row(8, SplitRequest(shares=(3, 3, 2)))])
     assert found.blocks_per_device == ((), ("a", "b", "c"), ("a",))
     assert len([job for job in pool.jobs if job.split in ((3, 3, 2), (3,), (2,))]) <= 2 * 3 * 4
 
@@ -91,7 +92,7 @@ def test_search_ends_if_one_device_never_fits():
     search, pool, planner = search_of("dp", 100 + 3 * 20, 100 + 3 * 225, 100 + 2 * 155, num_params=blocks)
     search.planner(search.all_blocks)
     pool.first_mib = 10_000.0  # more than was estimated
-    assert search.emptiest([planner.row(8, shares=(3, 3, 2))]) is None
+    assert search.emptiest([planner.row(8, SplitRequest(shares=(3, 3, 2)))]) is None
     assert (tuple("abcdef"), (), ("a",)) in {job.recompute for job in pool.jobs}
 
 
@@ -105,7 +106,7 @@ def test_devices_with_equal_blocks_need_not_be_neighbors(mode):
 def test_split_with_the_most_free_memory_is_taken():
     """Of 760 and 1600 MiB, the fullest GPU is at 102 % with three images on device 0, 72 % with two, 77 % with one."""
     search, _, planner = search_of("dp", 100 + 3 * 220, 1600)
-    rows = [planner.row(6, gpu0_bsz) for gpu0_bsz in (3, 1, 2)]
+    rows = [planner.row(6, SplitRequest(gpu0_bsz)) for gpu0_bsz in (3, 1, 2)]
     assert search.emptiest(rows) == Fit((2, 4), ((), ()), (550.0, 1000.0), (True, True))
     assert search.emptiest(rows[:1]) == Fit((3, 3), (("a",), ()), (565.0, 775.0), (True, True))
 

@@ -22,7 +22,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from segapp.assembly.optimizer import build_optimizer
-from segapp.chunks import RankSplit
+from segapp.chunks import SplitRequest
 from segapp.config import OptimConfig
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.pool import Batch
@@ -123,8 +123,8 @@ def engine_of(
     network = TrainedNetwork(model, inner, device)  # type: ignore[arg-type]
     if ranks is not None:
         convert_sync_batchnorm(model)
-        rank_split = RankSplit(ranks.world_size, full_batch=FULL_BATCH, **split)
-        network = RankNetwork(model, partial(wrap_ddp, inner, device), device, ranks, rank_split)  # type: ignore[arg-type]
+        wrap = partial(wrap_ddp, inner, device)
+        network = RankNetwork(model, wrap, device, ranks, SplitRequest(**split), FULL_BATCH)  # type: ignore[arg-type]
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.01}]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
     precision = Precision("fp32", device)
@@ -159,8 +159,7 @@ def errors_of(
     ours, alone = engine_of(criterion(), ranks, build, **splits[0]), engine_of(criterion(), None, build)
     errors = [0.0, 0.0]
     for number, split in enumerate(splits):
-        assert ours.network.divider is not None
-        ours.network.divider.shares, ours.network.divider.gpu0_bsz = split.get("shares"), split.get("gpu0_bsz")
+        ours.network.divide(SplitRequest(**split), FULL_BATCH)
         whole = [images_of(size, 10 * number + i) for i, size in enumerate(sizes)]
         for i, each in enumerate(whole):
             each.epoch, each.first = number, 8 * i

@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from segapp.assembly.pairs import build_scheme
+from segapp.chunks import Mode, SplitRequest
 from segapp.config import RunConfig, validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
@@ -110,9 +111,8 @@ def real_engine(
 ) -> StepEngine:
     """The engine of a training on logical devices of the CPU; it tells a ledger of its phases and tensors."""
     torch.manual_seed(0)
-    mode = "dp" if len(split) > 1 else "single"
-    shares = tuple(split) if mode == "dp" else None
-    layout = StepLayout(mode, (torch.device("cpu"),) * len(split), shares=shares, recompute=(blocks,))
+    mode: Mode = "dp" if len(split) > 1 else "single"
+    layout = StepLayout(mode, (torch.device("cpu"),) * len(split), SplitRequest(shares=split), (blocks,))
     parts = simulator.assembler.build_parts(layout, lambda _: [1.0] * NUM_CLASSES, with_weights=False)
     ledger.tag(parts.model.parameters(), "weights")
     ledger.tag(parts.model.buffers(), "buffers")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from segapp.chunks import Split
 from segapp.config import LiveSettings, RecomputeChoice
 from segapp.errors import ConfigError
 from segapp.memory.peaks import PeakModel
@@ -76,7 +77,7 @@ class BatchSplit:
         saved_plan: SavedMemoryPlan | None = None,
     ) -> None:
         is_split = len(network.split_of(batch_size)) > 1
-        self._divider = network.divider if is_split else None
+        self._network = network if is_split else None
         self.batch_size = batch_size
         self.saved_plan = saved_plan
         self._ranks = network.ranks
@@ -93,9 +94,9 @@ class BatchSplit:
         )
 
     @property
-    def current(self) -> tuple[int, ...] | None:
+    def current(self) -> Split | None:
         """Samples of a full batch for each device; None if there is nothing to split."""
-        return None if self._divider is None else self._divider.plan(self.batch_size)
+        return None if self._network is None else tuple(self._network.split_of(self.batch_size))
 
     def apply(self, settings: LiveSettings) -> bool:
         """Divide all following batches as the settings say.
@@ -104,16 +105,11 @@ class BatchSplit:
             False if that is impossible here, for example for a split that was saved on a machine with other devices;
             then nothing changes.
         """
-        divider = self._divider
-        if divider is None:
+        if self._network is None:
             return settings.shares is None
-        if not self.checker.check(settings.gpu0_bsz, settings.shares).is_possible:
+        if not self.checker.check(settings.split).is_possible:
             return False
-        divider.gpu0_bsz = divider.shares = divider.full_batch = None  # the new values exclude the old ones
-        if settings.shares is None:
-            divider.full_batch, divider.gpu0_bsz = self.batch_size, settings.gpu0_bsz
-        else:
-            divider.shares = list(settings.shares)
+        self._network.divide(settings.split, self.batch_size)
         self.checker = replace(self.checker, current=self.current)
         return True
 

@@ -11,21 +11,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from segapp.chunks import SPLIT_NAMES, Split
 from segapp.config import LiveSettings
 from segapp.run.commands import ReceivedCommand
 from segapp.run.events import Gpu0Bsz
 from segapp.run.words import dots
 
-Split = tuple[int, ...]
-
-SPLIT_SETTINGS = frozenset({"gpu0_bsz", "gpu0_bsz_auto", "shares"})
-"""The settings that determine the split; a change of one of them replaces all."""
-
 FALLBACKS = ("num_pieces", "is_eval_single", "window_px", "is_recomputed")
 """The settings that only an out-of-memory error changes: methods that need less memory."""
 
 AUTO_ON = {"gpu0_bsz_auto": True}
-"""The change that lets `gpu0_bsz` follow the measured memory."""
+"""The change that lets the split follow the measured memory."""
+
+SPLIT_SETTINGS = SPLIT_NAMES | AUTO_ON.keys()
+"""The settings that determine the split; a change of one of them replaces all."""
 
 REVERTIBLE_STEPS = 20
 """Number of steps after a change of the split in which running out of memory reverts it."""
@@ -34,19 +33,24 @@ REVERTIBLE_STEPS = 20
 def with_changes(settings: LiveSettings, values: Mapping[str, Any]) -> LiveSettings:
     """Return settings with some replaced.
 
-    `gpu0_bsz` and `shares` exclude each other, and each switches auto off. The fallback `is_recomputed` chooses all
-    blocks, until somebody chooses others.
+    A split replaces the one before, and switches auto off. The fallback `is_recomputed` chooses all blocks, until
+    somebody chooses others.
 
     >>> with_changes(LiveSettings(gpu0_bsz=1, gpu0_bsz_auto=True), {"shares": [2, 3]}).gpu0_bsz_auto
     False
     """
-    if "gpu0_bsz" in values or "shares" in values:
-        values = {"gpu0_bsz": None, "shares": None, "gpu0_bsz_auto": False, **values}
+    if SPLIT_NAMES & values.keys():
+        values = {**dict.fromkeys(SPLIT_NAMES), "gpu0_bsz_auto": False, **values}
     if values.get("is_recomputed"):
         values = {"recompute": "all", **values}
     elif "recompute" in values:
         values = {"is_recomputed": False, **values}
     return settings.model_copy(update=dict(values))
+
+
+def automatic(first: int | None) -> dict[str, Any]:
+    """Return the change to a split that `auto` chooses, by the samples of device 0."""
+    return {"gpu0_bsz": first, **AUTO_ON}
 
 
 def fallbacks_of(settings: LiveSettings) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class Change:
     @property
     def is_split(self) -> bool:
         """True if it sets a split; switching `auto` on does not."""
-        return "gpu0_bsz" in self.values or "shares" in self.values
+        return not SPLIT_NAMES.isdisjoint(self.values)
 
     @property
     def names(self) -> frozenset[str]:
@@ -105,16 +109,16 @@ def _event(
     **more: Any,
 ) -> Gpu0Bsz:
     """Return the event of a change of the split; `split`: the one that holds now, if it is not the requested one."""
-    shares, split = change.values.get("shares"), split or change.split
+    requested, split = with_changes(LiveSettings(), change.values), split or change.split
     return Gpu0Bsz(
         status=status,
-        old=old.gpu0_bsz if old.shares is None else old.shares[0],
-        new=change.values.get("gpu0_bsz") if shares is None else shares[0],
+        old=old.split.first,
+        new=requested.split.first,
         split=None if split is None else list(split),
         predicted_mib=list(change.predicted_mib) or None,
         reason=reason or change.reason,
         id=change.id,
-        is_auto=bool(change.values.get("gpu0_bsz_auto", False)),
+        is_auto=requested.is_auto,
         **more,
     )
 
@@ -295,9 +299,8 @@ class ChangeRecord:
         if trial is None or trial.old_split is None:
             return None
         # That a split failed is no request to switch auto off.
-        is_auto = self.settings.gpu0_bsz_auto or trial.old.gpu0_bsz_auto
-        old = {"gpu0_bsz": trial.old.gpu0_bsz, "shares": trial.old.shares, "gpu0_bsz_auto": is_auto}
-        record = replace(self, settings=with_changes(self.settings, old), trial=None)
+        is_auto = self.settings.is_auto or trial.old.is_auto
+        record = replace(self, settings=self.settings.with_split(trial.old.split, is_auto=is_auto), trial=None)
         done = f"split {dots(failed)} does not fit: back to split {dots(trial.old_split)}"
         reason = f"out of memory: {done} ({problem})"
         effects: Effects = []

@@ -17,7 +17,7 @@ from segapp.run.words import dots
 from segapp.training.context import DeviceLocations
 from segapp.training.inbox import FinalStatus, Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
-from segapp.training.live.changes import AUTO_ON, Change, ChangeRecord, Effects, with_changes
+from segapp.training.live.changes import AUTO_ON, Change, ChangeRecord, Effects, automatic
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 
@@ -57,8 +57,7 @@ class CommandController:
         self._has_full_batch = False
         """True if a full batch was trained since the peaks were reset."""
         if self.settings != start.configured and not batch_split.apply(self.settings):
-            split = f"gpu0_bsz={self.settings.gpu0_bsz}, shares={self.settings.shares}"
-            message = f"{split} is impossible on these devices: the split of the config is used"
+            message = f"{self.settings.split} is impossible on these devices: the split of the config is used"
             event_log.emit(Alert(kind="settings", message=message))
             self.record = replace(self.record, settings=start.configured)
             batch_split.apply(start.configured)
@@ -139,8 +138,8 @@ class CommandController:
             return
         change = Change(command.new_settings, received=received, id=received.id)
         reason, is_new = f"from epoch {position.next_epoch} on", True
-        if command.asks_for_split:
-            checked = self.split_checker().check(command.gpu0_bsz, command.shares)
+        if command.split is not None:
+            checked = self.split_checker().check(command.split)
             problem = checked.rejection(force=command.force)
             if problem is not None:
                 self.inbox.answer(received, "rejected", problem, position.step)
@@ -154,7 +153,7 @@ class CommandController:
                 return
             change = replace(change, notes=(self.blocks.describe(command.recompute),))
             reason += f", with {change.notes[0]}"
-        is_auto = self.settings.gpu0_bsz_auto
+        is_auto = self.settings.is_auto
         if is_auto and change.is_split:
             change = replace(change, notes=(*change.notes, "auto is switched off"))
             reason += "; auto is switched off"
@@ -228,12 +227,12 @@ class CommandController:
         """
         record = self.record.with_due_replays(step)
         has_replays = record.replays != self.record.replays
-        if not (has_replays or is_frozen) and record.requested.gpu0_bsz_auto:
+        if not (has_replays or is_frozen) and record.requested.is_auto:
             # The request of a person has precedence.
             has_split = any(change.is_split for change in record.waiting)
             move = None if has_split else self.split_checker().best_move()
             if move is not None:
-                values = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
+                values = automatic(move.split[0])
                 change = Change(values, "auto", reason=move.reason, split=move.split, predicted_mib=move.predicted_mib)
                 record = replace(record, waiting=(*record.waiting, change))
         self._become(record, [], step=step)
@@ -243,7 +242,7 @@ class CommandController:
         old, old_split = self.settings, self.batch_split.current
         self._change_blocks(settings)
         if not self.batch_split.apply(settings):
-            settings = with_changes(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
+            settings = settings.with_split(old.split, is_auto=False)
         splits = old_split, self.batch_split.current
         self._become(*self.record.begin_epoch(settings, splits, position.epoch, position.step), step=position.step)
 

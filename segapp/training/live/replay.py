@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from segapp.chunks import SPLIT_NAMES, Split
 from segapp.config import LiveSettings
 from segapp.run.events import CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.words import dots
-from segapp.training.live.changes import FALLBACKS, Replay, Split
+from segapp.training.live.changes import FALLBACKS, Replay, automatic
 
 
 def applied_after(events: Path, step: int) -> list[Replay]:
@@ -22,9 +23,9 @@ def applied_after(events: Path, step: int) -> list[Replay]:
         # Changes by auto have no id, and there is at most one in an epoch.
         key = str(event.get("id") or f"auto at {event.get('epoch')}")
         if event["type"] == "gpu0_bsz" and status == "reverted" and key in applied:
-            applied[key] = applied[key].without({"gpu0_bsz", "shares"})
+            applied[key] = applied[key].without(SPLIT_NAMES)
         elif event["type"] == "gpu0_bsz" and status == "applied" and event.get("id") is None and at >= step:
-            applied[key] = Replay(at, {"gpu0_bsz": event.get("new"), "gpu0_bsz_auto": True})
+            applied[key] = Replay(at, automatic(event.get("new")))
         elif event["type"] == "command" and status == "applied" and at >= step:
             applied[key] = Replay(at, event.get("changes") or {}, key)
     return [each for each in applied.values() if each.values]

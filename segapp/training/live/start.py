@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from segapp.chunks import check_split, replan_shares
+from segapp.chunks import EVEN, SPLIT_NAMES, SplitRequest, check_split, replan_shares
 from segapp.config import LiveSettings, RunConfig
 from segapp.run.events import Settings, Topology
 from segapp.training.context import DeviceLocations
@@ -28,13 +28,13 @@ class Start:
     def divisible(self, batch_size: int, num_devices: int) -> LiveSettings:
         """Return the settings with which the network is built: those that hold, unless their split is impossible."""
         live = self.record.settings
-        is_possible = check_split(batch_size, num_devices, live.gpu0_bsz, shares=live.shares).split is not None
-        return live if is_possible else self.configured
+        split, _ = check_split(live.split, batch_size, num_devices)
+        return self.configured if split is None else live
 
 
 def start_of(
     config: RunConfig,
-    planned_bsz: int | None,
+    planned: SplitRequest,
     locations: DeviceLocations,
     state: Mapping[str, Any] | None = None,
     replays: Sequence[Replay] = (),
@@ -46,32 +46,26 @@ def start_of(
     devices, and without `parallel.shares` for it, the last split is planned anew per device, also in later resumes with
     that number.
 
-    `planned_bsz` is the `gpu0_bsz` of the memory plan, which holds if the config says auto; `replays` are the changes
-    that were applied after the checkpoint, and `reverted` are the epochs and commands of the splits that were reverted.
+    `planned` is the split of the memory plan, which holds if the config says auto; `replays` are the changes that were
+    applied after the checkpoint, and `reverted` are the epochs and commands of the splits that were reverted.
     """
     parallel, num = config.parallel, len(locations.names)
-    is_auto, shares = parallel.gpu0_bsz == "auto", parallel.shares
-    gpu0_bsz = planned_bsz if parallel.gpu0_bsz == "auto" else parallel.gpu0_bsz
+    is_auto, split = parallel.is_auto, planned if parallel.is_auto else parallel.split
     if state is None:
-        settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=is_auto, shares=shares)
+        settings = LiveSettings().with_split(split, is_auto=is_auto)
         return Start(ChangeRecord(settings, replays=tuple(replays)), settings)
 
     live = state["live"]
     settings, devices = LiveSettings(**live["settings"]), live["devices"]
     is_replanned = len(devices["names"]) != num
-    if len(shares) != num if shares is not None else is_replanned:
-        gpu0_bsz, shares = _replanned(settings, gpu0_bsz, devices, locations, config.train.batch_size)
-    split = {
-        "gpu0_bsz": gpu0_bsz,
-        "shares": shares,
-        "gpu0_bsz_auto": settings.gpu0_bsz_auto if is_replanned else is_auto,
-    }
-    configured = with_changes(settings, split)
+    if is_replanned if split.shares is None else len(split.shares) != num:
+        split = _replanned(settings, split, devices, locations, config.train.batch_size)
+    configured = settings.with_split(split, is_auto=settings.is_auto if is_replanned else is_auto)
     saved, present = state["config"], config.model_dump(mode="json")
     if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
         settings, configured = (with_changes(each, {"recompute": "config"}) for each in (settings, configured))
         replays = [each.without({"is_recomputed"}) for each in replays]
-    if is_replanned or any(saved["parallel"].get(key) != present["parallel"][key] for key in ("gpu0_bsz", "shares")):
+    if is_replanned or any(saved["parallel"].get(key) != present["parallel"][key] for key in SPLIT_NAMES):
         settings = configured
         # The config was changed after these commands, so it is the newer request.
         replays = [each.without(SPLIT_SETTINGS) for each in replays]
@@ -84,20 +78,21 @@ def start_of(
 
 def _replanned(
     settings: LiveSettings,
-    gpu0_bsz: int | None,
+    configured: SplitRequest,
     devices: Mapping[str, Any],
     locations: DeviceLocations,
     batch_size: int,
-) -> tuple[int | None, list[int] | None]:
-    """Return `gpu0_bsz` and `shares` that give the devices of a checkpoint's last split their samples again."""
-    if settings.gpu0_bsz_auto and gpu0_bsz is not None:
-        return (gpu0_bsz if len(locations.names) > 1 else None), None
-    if (settings.gpu0_bsz, settings.shares) == (None, None) or len(locations.names) < 2:
-        return None, None
+) -> SplitRequest:
+    """Return a split that gives the devices of a checkpoint's last split their samples again."""
+    is_planned = settings.is_auto and configured.shares is None and configured.first is not None
+    if is_planned and len(locations.names) > 1:
+        return configured
+    if is_planned or settings.split == EVEN or len(locations.names) < 2:
+        return EVEN
     # Without a split, the devices of the checkpoint count alike.
     last = devices["split"] or (1,) * len(devices["names"])
     planned = replan_shares(last, devices["names"], locations.names, batch_size)
-    return (planned[0], None) if settings.shares is None else (None, list(planned))
+    return SplitRequest(planned[0]) if settings.shares is None else SplitRequest(shares=planned)
 
 
 def other_devices(

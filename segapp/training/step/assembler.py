@@ -20,7 +20,7 @@ from segapp.assembly.network import build_network, check_sizes, put_adapters
 from segapp.assembly.optimizer import build_optimizer, build_parameter_groups, criterion_of
 from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import TrainedState
-from segapp.chunks import Mode, RankSplit
+from segapp.chunks import EVEN, Mode, SplitRequest
 from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
@@ -59,16 +59,14 @@ class StepLayout:
     Attributes:
         mode: how the devices work together.
         devices: devices of this process; the first one holds the weights.
-        gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
-        shares: samples of a full batch on each device or rank, in dp and ddp; None: `gpu0_bsz` sets the split.
+        split: samples of a full batch on each device or rank, in dp and ddp.
         recompute: blocks that are recomputed in the backward pass, one set per device in dp, else one; None: the blocks
             that the config names, none with `auto`.
     """
 
     mode: Mode
     devices: tuple[torch.device, ...]
-    gpu0_bsz: int | None = None
-    shares: tuple[int, ...] | None = None
+    split: SplitRequest = EVEN
     recompute: tuple[tuple[str, ...], ...] | None = None
 
 
@@ -406,27 +404,21 @@ class StepAssembler:
                         key="train.batch_size",
                         value=batch_size,
                     )
-                split = RankSplit(ranks.world_size, layout.gpu0_bsz, shares=layout.shares, full_batch=batch_size)
                 wrap = partial(backend.wrap_ddp, inner, device, self._example())
-                network = RankNetwork(model, wrap, device, ranks, split, has_masters=precision.name == "fp16")
+                has_masters = precision.name == "fp16"
+                network = RankNetwork(model, wrap, device, ranks, layout.split, batch_size, has_masters=has_masters)
             elif layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
                 example = self._example().to(inner.preprocessing.dtype).expand(2, -1, -1, -1)
                 place_stages(model, backend.stages(model, layout, example), rest=device, output_device=device)
                 network = TrainedNetwork(model, inner, device)
             else:
-                replicas = DataParallelModel(
-                    inner,
-                    layout.devices,
-                    gpu0_bsz=layout.gpu0_bsz,
-                    shares=layout.shares,
-                    full_batch=batch_size if layout.shares is None else None,
-                    mode=backend.replica_mode(layout.devices),
-                )
+                replicas = DataParallelModel(inner, layout.devices, mode=backend.replica_mode(layout.devices))
+                replicas.divide(layout.split, batch_size if layout.split.shares is None else None)
                 network = ReplicatedNetwork(model, replicas, device)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"parallel: {error}", key="parallel") from None
-        if backend.has_values and network.divider is not None:
+        if backend.has_values and layout.mode != "model":
             self._check_chunks(network, inner, criterion, precision)
         if self.config.train.compile and backend.has_values:  # after the checks, which use the network otherwise
             inner.compile_training(as_cuda_graphs=self.config.train.compile == "reduce-overhead")

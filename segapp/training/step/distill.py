@@ -95,9 +95,7 @@ class CriticTrainer(StepParticipant):
     def begin(self) -> None:
         """Store the state for `rollback`, and divide batches over the devices as the student's network does."""
         if isinstance(self.network, DataParallelModel) and isinstance(self._student, DataParallelModel):
-            own, student = self.network, self._student
-            own.gpu0_bsz = own.shares = own.full_batch = None  # the new values exclude the old ones
-            own.shares, own.full_batch, own.gpu0_bsz = student.shares, student.full_batch, student.gpu0_bsz
+            self.network.divide(self._student.split, self._student.full_batch)
         self._guard.remember()
         self._seen.clear()
 
@@ -369,14 +367,7 @@ def build_distillation(
         return [identity]
     student, own = network.module, cast(nn.Module, critic)
     if isinstance(student, DataParallelModel):
-        own = DataParallelModel(
-            critic,
-            student.devices,
-            gpu0_bsz=student.gpu0_bsz,
-            shares=student.shares,
-            full_batch=student.full_batch,
-            mode=student.mode,
-        )
+        own = DataParallelModel(critic, student.devices, mode=student.mode)
     groups = [{"params": list(critic.parameters()), "lr_factor": CRITIC_LR / base_lr}]
     update = WeightUpdate(cast(Any, critic), adam(groups, CRITIC_LR, (0.9, 0.99)), precision)
     trainer = CriticTrainer(

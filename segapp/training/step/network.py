@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segapp.chunks import RankSplit
+from segapp.chunks import SplitRequest
 from segapp.datasets.pool import Batch
 from segapp.losses import AdditiveCriterion
 from segapp.models import SegmentationModel
@@ -25,8 +25,6 @@ class TrainedNetwork:
         ranks: the processes that share every step.
     """
 
-    divider: DataParallelModel | RankSplit | None = None
-    """Holds the split of the batches, which may change between steps; None if there is nothing to divide."""
     smallest_chunk = 1
     """Minimum samples of each device that has any; more than 1 if BatchNorm is not synchronized."""
     needs_samples: str | None = None
@@ -56,9 +54,12 @@ class TrainedNetwork:
         """Return the criterion whose `statistics` take the results of `forward` and add the sums of all devices."""
         return criterion
 
+    def divide(self, split: SplitRequest, full_batch: int | None) -> None:
+        """Divide the batches of the next steps; ValueError if that is impossible."""
+
     def split_of(self, num_samples: int) -> list[int]:
         """Return the samples on each device, or on each rank, of a batch of `num_samples`."""
-        return [num_samples] if self.divider is None else list(self.divider.plan(num_samples))
+        return [num_samples]
 
     def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
         """Return True if each of these pieces gives every device enough samples for BatchNorm and for the network."""
@@ -88,13 +89,15 @@ class ReplicatedNetwork(TrainedNetwork):
 
     module: DataParallelModel
 
-    def __init__(self, model: SegmentationModel, module: DataParallelModel, device: torch.device) -> None:
-        super().__init__(model, module, device)
-        self.divider = module
-
     @property
     def devices(self) -> tuple[torch.device, ...]:
         return self.module.devices
+
+    def divide(self, split: SplitRequest, full_batch: int | None) -> None:
+        self.module.divide(split, full_batch)
+
+    def split_of(self, num_samples: int) -> list[int]:
+        return list(self.module.plan(num_samples))
 
     def forward(self, batch: Batch) -> tuple[Any, Tensor]:
         """Return the outputs on their devices, and the target of the whole micro-batch."""
@@ -118,11 +121,10 @@ class RankNetwork(TrainedNetwork):
             called again when frozen parameters are trained.
         device: the device of this rank.
         ranks: all ranks.
-        split: the samples of each rank.
+        split: the samples of each rank in a full batch.
+        full_batch: samples of a full batch over all ranks.
         has_masters: gradients move to fp32 weights after every micro-batch, so each of them is added over ranks.
     """
-
-    divider: RankSplit
 
     def __init__(
         self,
@@ -130,18 +132,28 @@ class RankNetwork(TrainedNetwork):
         wrap: Callable[[], nn.Module],
         device: torch.device,
         ranks: Ranks,
-        split: RankSplit,
+        split: SplitRequest,
+        full_batch: int,
         *,
         has_masters: bool = False,
     ) -> None:
+        self.ranks = ranks
+        self.divide(split, full_batch)
         super().__init__(model, wrap(), device, ranks)
-        self._wrap, self.divider, self._has_masters = wrap, split, has_masters
+        self._wrap, self._has_masters = wrap, has_masters
+
+    def divide(self, split: SplitRequest, full_batch: int | None) -> None:
+        self._full_batch = split.check_devices(self.ranks.world_size, full_batch)
+        self._split = split
+
+    def split_of(self, num_samples: int) -> list[int]:
+        return list(self._split.plan(num_samples, self.ranks.world_size, self._full_batch))
 
     def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
         """Return True if pieces of this rank's size are possible on every rank with samples."""
         if not super().can_train_on(num_samples):
             return False
-        shares = [share for share in self.divider.plan(num_samples * num_pieces) if share]
+        shares = [share for share in self.split_of(num_samples * num_pieces) if share]
         least = self.smallest_chunk if self.smallest_chunk > 1 else int(self.needs_samples is not None)
         return max(shares) >= num_pieces and min(shares) // num_pieces >= least
 

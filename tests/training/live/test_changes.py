@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from segapp.chunks import plan_chunks, replan_shares
+from segapp.chunks import EVEN, plan_chunks, replan_shares
 from segapp.config import validate_config
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel import DataParallelModel
@@ -146,12 +146,10 @@ class LiveRun(RuleBasedStateMachine):
         replays = [*applied_after(self.folder.events, step), *adopted]
         state = None if state is None else {**state, "config": config.model_dump(mode="json")}
         reverted = reverted_splits(self.folder.events)
-        start = start_of(config, None, self.locations, state, replays if state else (), reverted)
+        start = start_of(config, EVEN, self.locations, state, replays if state else (), reverted)
         live, model, log = start.divisible(BATCH, num_devices), nn.Linear(1, 1), EventLog(self.writer)
-        full = None if live.shares else BATCH
-        replicas = DataParallelModel(
-            model, ["cpu"] * num_devices, gpu0_bsz=live.gpu0_bsz, shares=live.shares, full_batch=full
-        )
+        replicas = DataParallelModel(model, ["cpu"] * num_devices)
+        replicas.divide(live.split, BATCH)
         network = ReplicatedNetwork(model, replicas, torch.device("cpu"))  # type: ignore[arg-type]
         self.split = BatchSplit(network, BATCH, "dp")
         memory, blocks = DeviceMemoryTracker([]), RecomputableBlocks(model)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from segapp.chunks import SplitRequest
 from segapp.config import LiveSettings, RunConfig, validate_config
 from segapp.run.events import Topology
 from segapp.training.context import DeviceLocations
@@ -38,7 +39,7 @@ def resumed(
     reverted: set[tuple[int, str | None]] = frozenset(),  # type: ignore[assignment]
 ) -> Start:
     state = {**state, "config": before.model_dump(mode="json")}
-    return start_of(now, 3, locations(names), state, replays, reverted)
+    return start_of(now, SplitRequest(3), locations(names), state, replays, reverted)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,9 @@ def test_split_is_planned_anew_for_another_number_of_devices(
     parallel: dict[str, Any], state: dict[str, Any] | None, names: str, expected: tuple[Any, Any]
 ) -> None:
     config = config_of(**parallel)
-    start = start_of(config, 3, locations(names)) if state is None else resumed(config, state, config, names)
+    start = (
+        start_of(config, SplitRequest(3), locations(names)) if state is None else resumed(config, state, config, names)
+    )
     assert (start.configured.gpu0_bsz, start.configured.shares) == expected
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from segapp.assembly.devices import with_precision
 from segapp.assembly.pairs import build_pixels, build_scheme
+from segapp.chunks import Mode, SplitRequest
 from segapp.config import RunConfig
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import Preprocessing
@@ -38,7 +39,7 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
     monkeypatch.setattr(RealDevices, "wrap_ddp", lambda _, inner, *__: inner)  # DDP would wait for the other rank
     config = merged(tiny, train={"batch_size": 4}, parallel={"sync_bn": False})
     assembler = assembler_of(config)
-    layout = StepLayout("ddp", (torch.device("cpu"),), gpu0_bsz=gpu0_bsz)
+    layout = StepLayout("ddp", (torch.device("cpu"),), SplitRequest(gpu0_bsz))
     parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
     if is_refused:
         with pytest.raises(ConfigError, match=r"split \[0, 4\] leaves a rank without samples.* BatchNorm layer"):
@@ -54,7 +55,8 @@ def test_loss_of_crops_between_strides_is_that_of_the_frame_cut(
 ) -> None:
     config = merged(tiny, data={"crop_px": [27, 35]}, train={"batch_size": 5}, loss={"align_corners": align_corners})
     assembler = assembler_of(config)
-    layout = StepLayout("dp" if len(split) > 1 else "single", ONE_CPU.devices * len(split), shares=split or None)
+    mode: Mode = "dp" if len(split) > 1 else "single"
+    layout = StepLayout(mode, ONE_CPU.devices * len(split), SplitRequest(shares=split))
     parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
     for module in parts.model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -151,8 +153,8 @@ def state_after_steps(config: RunConfig, layout: StepLayout, *, num_pieces: int 
     [
         ({}, StepLayout("single", (CPU,)), 1),
         ({"precision": "fp16"}, StepLayout("single", (CPU,)), 2),
-        ({"accumulate": 2, "precision": "amp-bf16"}, StepLayout("dp", (CPU,) * 3, gpu0_bsz=0), 1),
-        ({"accumulate": 2, "ema": 0.9}, StepLayout("dp", (CPU,) * 2, shares=(1, 3)), 2),
+        ({"accumulate": 2, "precision": "amp-bf16"}, StepLayout("dp", (CPU,) * 3, SplitRequest(0)), 1),
+        ({"accumulate": 2, "ema": 0.9}, StepLayout("dp", (CPU,) * 2, SplitRequest(shares=(1, 3))), 2),
     ],
     ids=["single", "fp16 in pieces", "amp, dp with an empty device", "accumulated, dp in pieces"],
 )

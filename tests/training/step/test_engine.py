@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from segapp import failpoints
 from segapp.assembly.optimizer import build_optimizer
 from segapp.checkpoint.snapshot import snapshot
-from segapp.chunks import RankSplit
+from segapp.chunks import SplitRequest
 from segapp.config import OptimConfig
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.pool import Batch
@@ -322,8 +322,9 @@ def test_pieces_of_every_rank_hold_enough_samples(
 ) -> None:
     """A rank without samples is not counted."""
     model: Any = types.SimpleNamespace(min_train_batch=1)
-    split = RankSplit(3, shares=shares, full_batch=12)
-    network = RankNetwork(model, nn.Identity, CPU, Ranks(), split)
+    ranks = Ranks()
+    ranks.world_size = 3
+    network = RankNetwork(model, nn.Identity, CPU, ranks, SplitRequest(shares=shares), 12)
     network.smallest_chunk, network.needs_samples = smallest_chunk, needs_samples
     assert max(pieces for pieces in (1, 2, 3, 4, 6, 12) if network.can_train_on(12 // pieces, pieces)) == most
 
