@@ -212,7 +212,7 @@ def control_run(
     wait: bool = False,
     timeout_s: float = 0.0,
 ) -> int:
-    """Send a command to a run as it is typed, such as `set gpu0_bsz=3` or `stop`, and print its answers.
+    """Send a command to a run as it is typed, such as `set lr_factor=0.5` or `stop`, and print its answers.
 
     Returns:
         0: applied (without `wait`: sent); 1: rejected, canceled or not answered within `timeout_s` (0: no limit).

@@ -66,7 +66,7 @@ def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = Non
     if num_devices == 1:
         return "single", ""
     if config.parallel.has_split:
-        return "dp", "gpu0_bsz or shares is set"
+        return "dp", "the batch split is set"
     if against_ddp is None and 0 < config.train.batch_size < num_devices:
         against_ddp = f"a batch of {config.train.batch_size} does not give every device an image"
     return ("ddp", "one process for each GPU is the fastest") if against_ddp is None else ("dp", against_ddp)

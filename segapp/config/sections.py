@@ -4,11 +4,12 @@ The docstring of a field is its documentation: the JSON schema and the page `con
 marked with `OnResume` may differ when a run is resumed.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from segapp.chunks import SplitRequest
+from segapp.chunks import SPLIT_NAMES, SplitRequest
 from segapp.config.options import (
     LOSSES,
     OPTIMIZERS,
@@ -539,6 +540,21 @@ RecomputeChoice = Literal["config", "off", "all"]
 """The blocks that a running training recomputes: the blocks that its config names, none, or all."""
 
 
+FALLBACKS = ("num_pieces", "is_eval_single", "window_px", "is_recomputed")
+"""The settings that only an out-of-memory error changes: methods that need less memory."""
+
+AUTO_ON = {"gpu0_bsz_auto": True}
+"""The change that lets the split follow the measured memory."""
+
+SPLIT_SETTINGS = SPLIT_NAMES | AUTO_ON.keys()
+"""The settings that determine the split; a change of one of them replaces all."""
+
+
+def automatic(first: int | None) -> dict[str, Any]:
+    """Return the change to a split that `auto` chooses, by the samples of device 0."""
+    return {"gpu0_bsz": first, **AUTO_ON}
+
+
 class LiveSettings(BaseModel):
     """Settings that commands and out-of-memory errors may change during a run."""
 
@@ -546,13 +562,12 @@ class LiveSettings(BaseModel):
 
     gpu0_bsz: int | None = None
     gpu0_bsz_auto: bool = False
-    """True if `gpu0_bsz` follows the measured memory."""
+    """True if the split follows the measured memory."""
     shares: list[int] | None = None
     lr_factor: float = 1.0
     recompute: RecomputeChoice = "config"
     num_pieces: int = 1
-    """Parts of a micro-batch that are computed one after the other. It and the next three change after an out-of-memory
-    error."""
+    """Parts of a micro-batch that are computed one after the other."""
     is_eval_single: bool = False
     """Evaluate image by image, whatever `eval.batch_size` is."""
     window_px: tuple[int, int] | None = None
@@ -567,6 +582,28 @@ class LiveSettings(BaseModel):
     @property
     def split(self) -> SplitRequest:
         return SplitRequest(self.gpu0_bsz, self.shares)
+
+    @property
+    def fallbacks(self) -> dict[str, Any]:
+        """The fallbacks in force by name, without those that were never needed."""
+        return self.model_dump(include={*FALLBACKS}, exclude_defaults=True)
+
+    def with_changes(self, values: Mapping[str, Any]) -> "LiveSettings":
+        """Return the settings with some replaced.
+
+        A split replaces the one before, and switches auto off. The fallback `is_recomputed` chooses all blocks, until
+        somebody chooses others.
+
+        >>> LiveSettings(gpu0_bsz=1, gpu0_bsz_auto=True).with_changes({"shares": [2, 3]}).is_auto
+        False
+        """
+        if SPLIT_NAMES & values.keys():
+            values = {**dict.fromkeys(SPLIT_NAMES), "gpu0_bsz_auto": False, **values}
+        if values.get("is_recomputed"):
+            values = {"recompute": "all", **values}
+        elif "recompute" in values:
+            values = {"is_recomputed": False, **values}
+        return self.model_copy(update=dict(values))
 
     def with_split(self, split: SplitRequest, *, is_auto: bool) -> "LiveSettings":
         shares = None if split.shares is None else list(split.shares)

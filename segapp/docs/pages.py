@@ -119,8 +119,8 @@ def _lines(text: str) -> Iterator[tuple[int, str, str]]:
 def slug(title: str) -> str:
     """Return the anchor of a heading.
 
-    >>> slug("When `gpu0_bsz` helps, and when not")
-    'when-gpu0_bsz-helps-and-when-not'
+    >>> slug("When `shares` help, and when not")
+    'when-shares-help-and-when-not'
     """
     return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
 

@@ -105,12 +105,12 @@ class SplitChecker:
             return None
         why = "parallel.mode = model: every device has the whole batch"
         why = why if self.mode == "model" else "there is one device: it takes the whole batch"
-        return f"{why}: gpu0_bsz and shares are for parallel.mode = dp or ddp"
+        return f"{why}: a split is for parallel.mode = dp or ddp"
 
     def check(self, request: SplitRequest | int | Literal["auto"] | None) -> CheckedSplit:
         """Check a requested split against all known facts; never raises for a bad request.
 
-        A number is a `gpu0_bsz`, None an even split, and `auto` follows the measured memory.
+        A number is for device 0, None is an even split, and `auto` follows the measured memory.
 
         Example:
             >>> SplitChecker(8, 3, current=(0, 4, 4)).check(2).split
@@ -127,8 +127,7 @@ class SplitChecker:
             if self.usable_mib and None not in self.usable_mib:
                 return CheckedSplit(self.current, "ok", "the split follows the measured memory")
             reason = (
-                "gpu0_bsz=auto needs the memory of each device, which is unknown where devices share one memory: "
-                "use a number"
+                "auto needs the memory of each device, which is unknown where devices share one memory: use a number"
             )
             return CheckedSplit(None, "refused", reason)
         split, note = self._split_of(request)

@@ -334,7 +334,7 @@ class ReplicaThreads(Generic[T]):
         position, device = error.__dict__["_replica"] = self.positions[index], self.devices[index]
         notes = [f"raised in replica {position} on {device}"]
         if len(self.devices) > 1 and "more than 1 value per channel" in str(error):
-            notes.append("use convert_sync_batchnorm(model), or a gpu0_bsz that leaves no device a single sample")
+            notes.append("use convert_sync_batchnorm(model), or a split that leaves no device a single sample")
         known = error.__dict__.setdefault("__notes__", [])
         known.extend(note for note in notes if note not in known)  # an error may be raised again and again
         return error

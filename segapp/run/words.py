@@ -128,7 +128,7 @@ def dots(split: Sequence[int] | None) -> str:
 
 
 def share_text(value: int | None) -> str:
-    """Return a `gpu0_bsz` as text: "even" for None."""
+    """Return the samples of device 0 as text: "even" for None."""
     return "even" if value is None else str(value)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from segapp import __version__
 from segapp.assembly.pairs import build_pairs, split_names
+from segapp.chunks import SPLIT_NAMES
 from segapp.config import DataConfig, RunConfig
 from segapp.config.trust import named_code
 from segapp.custom.names import is_component, is_file_name, split_name
@@ -30,11 +31,11 @@ from segapp.run.folder import find_run
 MAY_DIFFER = frozenset(
     {
         *(f"data.{key}" for key in ("root", "image_dir", "mask_dir", "list_dir", "valid_area", "workers", "cache")),
-        *(f"parallel.{key}" for key in ("devices", "memory_budget_mib", "shares", "gpu0_bsz")),
+        *(f"parallel.{key}" for key in ("devices", "memory_budget_mib", *SPLIT_NAMES)),
         "log",
     }
 )
-"""Keys of the config that belong to a machine. The ranks compare how they divide a batch by shares and `gpu0_bsz`."""
+"""Keys of the config that belong to a machine. The ranks compare how they divide a batch."""
 _FILES = ("model.weights", "model.weights_backbone", "distill.teacher")
 """Keys with paths, whose content is compared."""
 _NUM_SAMPLES = 64
@@ -69,8 +70,7 @@ def _settings_of(config: RunConfig) -> dict[str, str]:
     for key in _FILES:
         if values.get(key, "None") != "None":
             values[key] = _content_of(values[key])
-    is_auto = config.parallel.gpu0_bsz == "auto"  # then rank 0 plans it for all
-    return values | {"parallel.gpu0_bsz": "auto" if is_auto else "not auto"}
+    return values | {"the batch split": "automatic" if config.parallel.is_auto else "not automatic"}
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:

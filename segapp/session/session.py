@@ -374,7 +374,7 @@ def _restored_trainer(
 def _check_same_split(split: tuple[int, ...] | None, ranks: Ranks) -> None:
     """Raise ConfigError on every rank unless all divide a full batch in the same way."""
     told = dict.fromkeys(ranks.gather((socket.gethostname(), split)))
-    name = "the split of a batch by parallel.shares and parallel.gpu0_bsz"
+    name = "the batch split of section parallel"
     agreement = compare([MachineFacts(host, {name: str(list(theirs or ()))}) for host, theirs in told])
     if agreement.code:
         raise ConfigError(agreement.reason, key="parallel.shares")

@@ -19,7 +19,6 @@ from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Settings
 from segapp.run.words import size
 from segapp.training.context import TrainerSettings, TrainingFacts
 from segapp.training.learning import LearningWatch
-from segapp.training.live.changes import fallbacks_of
 from segapp.training.live.commands import CommandController
 from segapp.training.progress import Timetable, TrainingProgress
 from segapp.training.pulse import Liveness
@@ -190,7 +189,7 @@ class TrainingReporter:
         self._remaining = RemainingTime(self.settings.timetable)
         self._choice: RecomputeChoice | None = None
         self._blocks: list[list[str]] = []
-        self._fallbacks = fallbacks_of(self.controller.settings)
+        self._fallbacks = self.controller.settings.fallbacks
         self._data_watch = DataWatch(self.train_loader, self.val_set)
         self._num_evaluations = 0
         self._loss_sum, self._num_losses = 0.0, 0
@@ -207,7 +206,7 @@ class TrainingReporter:
         present = {
             "resumed_from_step": resumed_from_step,
             "gpu0_bsz": live.gpu0_bsz,
-            "is_auto": live.gpu0_bsz_auto,
+            "is_auto": live.is_auto,
             "split": self._split(),
             "checker": self.controller.split_checker().to_json(),
         }
@@ -241,7 +240,7 @@ class TrainingReporter:
     def live_settings(self) -> None:
         """Emit `settings` if other blocks are recomputed than before, or fallbacks are new; every rank must call it."""
         controller, live = self.controller, self.controller.settings
-        fallbacks, blocks = fallbacks_of(live), self._blocks
+        fallbacks, blocks = live.fallbacks, self._blocks
         # The settings are equal on all ranks, so all of them take part in the exchange or none.
         if live.recompute != self._choice:
             blocks = [list(names) for theirs in self.engine.ranks.gather(controller.recomputed) for names in theirs]

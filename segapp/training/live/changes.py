@@ -12,51 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from segapp.chunks import SPLIT_NAMES, Split
-from segapp.config import LiveSettings
+from segapp.config.sections import FALLBACKS, SPLIT_SETTINGS, LiveSettings
 from segapp.run.commands import ReceivedCommand
 from segapp.run.events import Gpu0Bsz
 from segapp.run.words import dots
 
-FALLBACKS = ("num_pieces", "is_eval_single", "window_px", "is_recomputed")
-"""The settings that only an out-of-memory error changes: methods that need less memory."""
-
-AUTO_ON = {"gpu0_bsz_auto": True}
-"""The change that lets the split follow the measured memory."""
-
-SPLIT_SETTINGS = SPLIT_NAMES | AUTO_ON.keys()
-"""The settings that determine the split; a change of one of them replaces all."""
-
 REVERTIBLE_STEPS = 20
 """Number of steps after a change of the split in which running out of memory reverts it."""
-
-
-def with_changes(settings: LiveSettings, values: Mapping[str, Any]) -> LiveSettings:
-    """Return settings with some replaced.
-
-    A split replaces the one before, and switches auto off. The fallback `is_recomputed` chooses all blocks, until
-    somebody chooses others.
-
-    >>> with_changes(LiveSettings(gpu0_bsz=1, gpu0_bsz_auto=True), {"shares": [2, 3]}).gpu0_bsz_auto
-    False
-    """
-    if SPLIT_NAMES & values.keys():
-        values = {**dict.fromkeys(SPLIT_NAMES), "gpu0_bsz_auto": False, **values}
-    if values.get("is_recomputed"):
-        values = {"recompute": "all", **values}
-    elif "recompute" in values:
-        values = {"is_recomputed": False, **values}
-    return settings.model_copy(update=dict(values))
-
-
-def automatic(first: int | None) -> dict[str, Any]:
-    """Return the change to a split that `auto` chooses, by the samples of device 0."""
-    return {"gpu0_bsz": first, **AUTO_ON}
-
-
-def fallbacks_of(settings: LiveSettings) -> dict[str, Any]:
-    """Return the fallbacks in force by name, without those that were never needed."""
-    default = LiveSettings()
-    return {name: each for name in FALLBACKS if (each := getattr(settings, name)) != getattr(default, name)}
 
 
 @dataclass(frozen=True)
@@ -109,7 +71,7 @@ def _event(
     **more: Any,
 ) -> Gpu0Bsz:
     """Return the event of a change of the split; `split`: the one that holds now, if it is not the requested one."""
-    requested, split = with_changes(LiveSettings(), change.values), split or change.split
+    requested, split = LiveSettings().with_changes(change.values), split or change.split
     return Gpu0Bsz(
         status=status,
         old=old.split.first,
@@ -195,7 +157,7 @@ class ChangeRecord:
         """The settings of the next epoch."""
         settings = self.settings
         for change in self.waiting:
-            settings = with_changes(settings, change.values)
+            settings = settings.with_changes(change.values)
         return settings
 
     def request(self, change: Change, reason: str, epoch: int) -> tuple[ChangeRecord, Effects]:
@@ -248,7 +210,7 @@ class ChangeRecord:
         due = [each for each in self.replays if each.step <= step and each.is_fallback]
         settings = self.settings
         for each in due:
-            settings = with_changes(settings, each.values)
+            settings = settings.with_changes(each.values)
         return replace(self, settings=settings, replays=tuple(each for each in self.replays if each not in due))
 
     def begin_epoch(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from segapp.config import LiveSettings
+from segapp.config.sections import AUTO_ON, LiveSettings, automatic
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.split_check import SplitChecker
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
@@ -17,7 +17,7 @@ from segapp.run.words import dots
 from segapp.training.context import DeviceLocations
 from segapp.training.inbox import FinalStatus, Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
-from segapp.training.live.changes import AUTO_ON, Change, ChangeRecord, Effects, automatic
+from segapp.training.live.changes import Change, ChangeRecord, Effects
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 

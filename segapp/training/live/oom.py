@@ -22,7 +22,6 @@ from segapp.run.events import Alert, Oom, Settings
 from segapp.run.files import write_atomic
 from segapp.run.words import first_line
 from segapp.training.context import RunContext
-from segapp.training.live.changes import fallbacks_of, with_changes
 from segapp.training.live.commands import CommandController
 from segapp.training.step.engine import StepEngine
 
@@ -134,7 +133,7 @@ class OomPolicy:
         release(error, self._engine.device)
         self._recomputed_at_step = None
         self._controller.blocks.forbid(problem)
-        self._adopt(with_changes(self._controller.settings, {"recompute": "config"}), position)
+        self._adopt(self._controller.settings.with_changes({"recompute": "config"}), position)
         message = f"recomputation was turned off, because a block does not support it: {problem}"
         self._event_log.emit(Alert(kind="recompute", message=message, step=position.step))
         return True
@@ -164,7 +163,7 @@ class OomPolicy:
             raise self._give_up(report, f"{why}: the training is saved and stops")
         if "num_pieces" in fallback.values:
             self._cut_at_step = position.step
-        self._adopt(with_changes(self._controller.settings, fallback.values), position)
+        self._adopt(self._controller.settings.with_changes(fallback.values), position)
         action, checker = f"this step and all later steps run {fallback.words}", self._controller.split_checker()
         self._report(report, action=action, checker=checker.to_json())
 
@@ -183,7 +182,7 @@ class OomPolicy:
             advice.insert(0, f"segapp train --resume continues from the last checkpoint {fallback.words}")
         error = final_error(self._report(report, action=action, advice=advice))
         if fallback is not None:
-            fallbacks = fallbacks_of(with_changes(self._controller.settings, fallback.values))
+            fallbacks = self._controller.settings.with_changes(fallback.values).fallbacks
             self._record(
                 Settings(
                     step=position.step,
@@ -252,7 +251,7 @@ class OomPolicy:
             fallback = next_eval_fallback(settings, inference, *sizes, is_fixed=is_fixed)
             if fallback is None:
                 raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
-            self._adopt(with_changes(settings, fallback.values), position)
+            self._adopt(settings.with_changes(fallback.values), position)
             self._report(report, action=fallback.words)
 
     def _examined(self, error: BaseException, position: Position) -> Oom:

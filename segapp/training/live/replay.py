@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from segapp.chunks import SPLIT_NAMES, Split
-from segapp.config import LiveSettings
+from segapp.config.sections import FALLBACKS, LiveSettings, automatic
 from segapp.run.events import CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.words import dots
-from segapp.training.live.changes import FALLBACKS, Replay, automatic
+from segapp.training.live.changes import Replay
 
 
 def applied_after(events: Path, step: int) -> list[Replay]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from segapp.chunks import EVEN, SPLIT_NAMES, SplitRequest, check_split, replan_shares
-from segapp.config import LiveSettings, RunConfig
+from segapp.config.sections import SPLIT_SETTINGS, LiveSettings, RunConfig
 from segapp.run.events import Settings, Topology
 from segapp.training.context import DeviceLocations
-from segapp.training.live.changes import SPLIT_SETTINGS, ChangeRecord, Replay, Trial, with_changes
+from segapp.training.live.changes import ChangeRecord, Replay, Trial
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def start_of(
     configured = settings.with_split(split, is_auto=settings.is_auto if is_replanned else is_auto)
     saved, present = state["config"], config.model_dump(mode="json")
     if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
-        settings, configured = (with_changes(each, {"recompute": "config"}) for each in (settings, configured))
+        settings, configured = (each.with_changes({"recompute": "config"}) for each in (settings, configured))
         replays = [each.without({"is_recomputed"}) for each in replays]
     if is_replanned or any(saved["parallel"].get(key) != present["parallel"][key] for key in SPLIT_NAMES):
         settings = configured

@@ -24,7 +24,7 @@ from segapp.run.folder import RunFolder
 from segapp.training.context import DeviceLocations
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
-from segapp.training.live.changes import Replay, fallbacks_of, with_changes
+from segapp.training.live.changes import Replay
 from segapp.training.live.commands import CommandController
 from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits
 from segapp.training.live.start import start_of
@@ -203,8 +203,8 @@ class LiveRun(RuleBasedStateMachine):
     def run_out_of_memory(self) -> None:
         if self.controller.revert_split("full", self.reference.step) is None:
             pieces = {"num_pieces": 2 * self.controller.settings.num_pieces}
-            self.controller.adopt(with_changes(self.controller.settings, pieces))
-            adopted = fallbacks_of(self.controller.settings)
+            self.controller.adopt(self.controller.settings.with_changes(pieces))
+            adopted = self.controller.settings.fallbacks
             self.writer.write(Settings(step=self.reference.step, reason="out of memory", fallbacks=adopted))
         self.reference.run_out_of_memory()
 

@@ -28,7 +28,7 @@ from segapp.session.session import run_session
 from segapp.training import validation
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
-from segapp.training.live.changes import ChangeRecord, Replay, with_changes
+from segapp.training.live.changes import ChangeRecord, Replay
 from segapp.training.live.commands import CommandController
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
@@ -475,7 +475,7 @@ def test_auto_waits_for_replays_and_frozen_parameters(tmp_path: Path, monkeypatc
     assert controller.requests.settings is None, "what is frozen now will need memory later"
     harness.begin_epoch(20)
     assert (controller.settings.gpu0_bsz, controller.settings.lr_factor) == (6, 2.0)
-    controller.adopt(with_changes(controller.settings, {"num_pieces": 2}))
+    controller.adopt(controller.settings.with_changes({"num_pieces": 2}))
     assert not split.checker.peaks.measured, "peaks of larger pieces say nothing about these"
     split.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
     harness.begin_epoch(30)

@@ -16,7 +16,7 @@ from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import Inference
 from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz, Settings
 from segapp.run.folder import RunFolder
-from segapp.training.live.changes import Answered, Change, ChangeRecord, Replay, fallbacks_of, with_changes
+from segapp.training.live.changes import Answered, Change, ChangeRecord, Replay
 from segapp.training.live.oom import OomPolicy, next_eval_fallback
 from segapp.training.live.replay import applied_after, fallbacks_after, report_reverted_split
 from segapp.training.reporting import TrainingReporter
@@ -39,7 +39,7 @@ def test_evaluation_shrinks_until_nothing_is_left() -> None:
         result = next_eval_fallback(settings, WHOLE.within(settings.window_px), 4, (256, 100), is_fixed=False)
         if result is None:
             break
-        settings = with_changes(settings, result.values)
+        settings = settings.with_changes(result.values)
         found.append((settings.is_eval_single, settings.window_px))
     assert found == [(True, None), (True, (256, 100)), (True, (128, 64)), (True, (64, 64))]
     assert next_eval_fallback(LiveSettings(), WHOLE, 1, (256, 100), is_fixed=True) is None
@@ -48,10 +48,10 @@ def test_evaluation_shrinks_until_nothing_is_left() -> None:
 
 
 def test_fallback_recomputes_until_others_are_chosen() -> None:
-    settings = with_changes(LiveSettings(recompute="off"), {"is_recomputed": True, "num_pieces": 2})
-    assert (settings.recompute, fallbacks_of(settings)) == ("all", {"num_pieces": 2, "is_recomputed": True})
-    settings = with_changes(settings, {"recompute": "off"})
-    assert (settings.recompute, fallbacks_of(settings)) == ("off", {"num_pieces": 2})
+    settings = LiveSettings(recompute="off").with_changes({"is_recomputed": True, "num_pieces": 2})
+    assert (settings.recompute, settings.fallbacks) == ("all", {"num_pieces": 2, "is_recomputed": True})
+    settings = settings.with_changes({"recompute": "off"})
+    assert (settings.recompute, settings.fallbacks) == ("off", {"num_pieces": 2})
 
 
 def test_later_fallbacks_are_adopted_at_their_steps() -> None:
@@ -59,12 +59,12 @@ def test_later_fallbacks_are_adopted_at_their_steps() -> None:
     record, found = ChangeRecord(LiveSettings(), replays=(*replays, Replay(7, {"num_pieces": 8}))), []
     for step in (2, 3, 5, 6):
         record = record.with_due_fallbacks(step)
-        found.append(fallbacks_of(record.settings))
+        found.append(record.settings.fallbacks)
     assert found == [{}, {"num_pieces": 2}, {"num_pieces": 2}, {"num_pieces": 2, "window_px": (64, 32)}]
     assert record.replays == (Replay(5, {"lr_factor": 9}), Replay(7, {"num_pieces": 8})), (
         "of an epoch, and of a later step"
     )
-    assert fallbacks_of(record.with_due_fallbacks(9).settings)["num_pieces"] == 8
+    assert record.with_due_fallbacks(9).settings.fallbacks["num_pieces"] == 8
 
 
 def test_replayed_split_is_silent_until_it_is_reverted() -> None:

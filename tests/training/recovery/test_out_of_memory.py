@@ -21,7 +21,6 @@ from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
-from segapp.training.live.changes import fallbacks_of
 from segapp.training.step import assembler
 from segapp.view.runs import summarize
 from tests.support.fault_table import case
@@ -101,7 +100,7 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     }
     print_status(str(folder), as_json=False)
     assert oom["path"] in capsys.readouterr().out
-    assert fallbacks_of(LiveSettings(**saved(folder)["live"]["settings"])) == settings[-1]["fallbacks"]
+    assert LiveSettings(**saved(folder)["live"]["settings"]).fallbacks == settings[-1]["fallbacks"]
 
 
 @case("N03", how="a memory budget that no piece fits", passes="saved, exit 6")
