@@ -67,15 +67,6 @@ class CheckedSplit:
 
 
 @dataclass(frozen=True)
-class SplitMove:
-    """A change of the split that `auto` makes."""
-
-    split: Split
-    predicted_mib: tuple[float, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
 class SplitChecker:
     """The facts that decide which splits of a batch are possible and fit; `check` applies them to a request."""
 
@@ -179,7 +170,7 @@ class SplitChecker:
             return "tight", f"{need}: little memory is left"
         return "ok", need
 
-    def best_move(self) -> SplitMove | None:
+    def best_move(self) -> CheckedSplit | None:
         """Return the change from the current split to the split whose fullest device is least full; None for no change.
 
         Without measured peaks of the current split, or without the memory of each device, there is no change. A change
@@ -206,13 +197,12 @@ class SplitChecker:
             split = min(candidates, key=lambda split: max(rate(split)), default=current)
             then = max(rate(split))
             if then <= max(now) - MARGIN_FRAC:
-                predicted = tuple(mib or 0.0 for mib in peaks.peak_mib(split))
                 reason = (
                     f"auto: device {now.index(max(now))} is the fullest, {100 * max(now):.0f} % at split "
                     f"{dots(current)}; {dots(split)} is expected to bring the fullest to "
                     f"{100 * then:.0f} % ({source})"
                 )
-                return SplitMove(split, predicted, reason)
+                return CheckedSplit(split, "ok", reason, peaks.peak_mib(split))
         return None
 
     def _rated_by(self) -> list[tuple[PeakModel, str]]:

@@ -361,8 +361,7 @@ def _build_parts(
     if sets is not None and devices.mode == "ddp":
         # The plan has the blocks of all ranks.
         sets = (sets[ranks.rank],)
-    live = start.divisible(config.train.batch_size, ranks.world_size * len(devices.devices))
-    layout = StepLayout(devices.mode, devices.devices, live.split, sets)
+    layout = StepLayout(devices.mode, devices.devices, start.configured.split, sets)
     parts = assembler.build_parts(
         layout,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),

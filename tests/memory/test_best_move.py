@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from segapp.chunks import plan_chunks
 from segapp.memory.peaks import PeakModel
-from segapp.memory.split_check import MARGIN_FRAC, SplitChecker, SplitMove
+from segapp.memory.split_check import MARGIN_FRAC, CheckedSplit, SplitChecker
 
 Split = tuple[int, ...]
 
@@ -76,7 +76,7 @@ def plan(
     total_mib: float | None = 1000.0,
     slope_mib: float | None = 100.0,
     **facts: Any,
-) -> SplitMove | None:
+) -> CheckedSplit | None:
     """The move of a batch of 8 over three devices with a planned slope of 100 MiB."""
     peaks = PeakModel({current: peaks_mib} if peaks_mib else {}, slope_mib)
     return SplitChecker(8, 3, current=current, usable_mib=[total_mib] * 3, peaks=peaks, **facts).best_move()

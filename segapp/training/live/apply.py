@@ -59,9 +59,6 @@ class RecomputableBlocks:
             set_recompute(self._model, self.of(new))
         return is_new
 
-    def forbid(self, problem: str) -> None:
-        self.problem = problem
-
 
 class BatchSplit:
     """The split of the batches, and everything that the run learns about splits, in `checker`.

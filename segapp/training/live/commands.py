@@ -231,7 +231,7 @@ class CommandController:
             # The request of a person has precedence.
             has_split = any(change.is_split for change in record.waiting)
             move = None if has_split else self.split_checker().best_move()
-            if move is not None:
+            if move is not None and move.split is not None:
                 values = automatic(move.split[0])
                 change = Change(values, "auto", reason=move.reason, split=move.split, predicted_mib=move.predicted_mib)
                 record = replace(record, waiting=(*record.waiting, change))

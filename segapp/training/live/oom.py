@@ -132,7 +132,7 @@ class OomPolicy:
         problem = first_line(error)
         release(error, self._engine.device)
         self._recomputed_at_step = None
-        self._controller.blocks.forbid(problem)
+        self._controller.blocks.problem = problem
         self._adopt(self._controller.settings.with_changes({"recompute": "config"}), position)
         message = f"recomputation was turned off, because a block does not support it: {problem}"
         self._event_log.emit(Alert(kind="recompute", message=message, step=position.step))

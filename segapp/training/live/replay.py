@@ -55,14 +55,11 @@ def fallbacks_after(folder: RunFolder, step: int) -> list[Adopted]:
         at, names = int(raw.get("step") or 0), {*(raw.get("fallbacks") or ())} & {*FALLBACKS}
         # JSON has lists for tuples, which would not compare as equal.
         known = LiveSettings.model_validate({name: raw["fallbacks"][name] for name in names})
-        found = Adopted(at, known.model_dump(include=names), _failed_split(raw))
+        failed = raw.get("failed_split") or None
+        found = Adopted(at, known.model_dump(include=names), None if failed is None else tuple(failed))
         if at >= step and (names or found.failed_split) and found not in adopted:
             adopted.append(found)
     return sorted(adopted, key=lambda each: each.step)
-
-
-def _failed_split(raw: dict[str, Any]) -> Split | None:
-    return tuple(raw["failed_split"]) if raw.get("failed_split") else None
 
 
 def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:

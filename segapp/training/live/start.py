@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from segapp.chunks import EVEN, SPLIT_NAMES, SplitRequest, check_split, replan_shares
+from segapp.chunks import EVEN, SPLIT_NAMES, SplitRequest, replan_shares
 from segapp.config.sections import SPLIT_SETTINGS, LiveSettings, RunConfig
 from segapp.run.events import Settings, Topology
 from segapp.training.context import DeviceLocations
@@ -19,17 +19,12 @@ class Start:
 
     Attributes:
         record: the settings that hold, and the changes to apply again.
-        configured: the settings with the split of the config, if the devices cannot divide a batch as `record` says.
+        configured: the settings with the split of the config, with which the network is built, and which hold if the
+            devices cannot divide a batch as `record` says.
     """
 
     record: ChangeRecord
     configured: LiveSettings
-
-    def divisible(self, batch_size: int, num_devices: int) -> LiveSettings:
-        """Return the settings with which the network is built: those that hold, unless their split is impossible."""
-        live = self.record.settings
-        split, _ = check_split(live.split, batch_size, num_devices)
-        return self.configured if split is None else live
 
 
 def start_of(

@@ -147,9 +147,9 @@ class LiveRun(RuleBasedStateMachine):
         state = None if state is None else {**state, "config": config.model_dump(mode="json")}
         reverted = reverted_splits(self.folder.events)
         start = start_of(config, EVEN, self.locations, state, replays if state else (), reverted)
-        live, model, log = start.divisible(BATCH, num_devices), nn.Linear(1, 1), EventLog(self.writer)
+        model, log = nn.Linear(1, 1), EventLog(self.writer)
         replicas = DataParallelModel(model, ["cpu"] * num_devices)
-        replicas.divide(live.split, BATCH)
+        replicas.divide(start.configured.split, BATCH)
         network = ReplicatedNetwork(model, replicas, torch.device("cpu"))  # type: ignore[arg-type]
         self.split = BatchSplit(network, BATCH, "dp")
         memory, blocks = DeviceMemoryTracker([]), RecomputableBlocks(model)

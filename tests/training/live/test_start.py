@@ -118,12 +118,6 @@ def test_split_on_trial_is_kept_or_reverted_by_a_resume() -> None:
     assert [(event.status, event.id, event.old) for event in effects] == [("reverted", "c7", 2)]  # type: ignore[union-attr]
 
 
-def test_network_is_built_as_the_settings_say_if_possible() -> None:
-    before, state = config_of(gpu0_bsz=2), state_of("abc", [5, 2, 1], gpu0_bsz=5)
-    assert resumed(before, state, before, "abc").divisible(8, 3).gpu0_bsz == 5
-    assert resumed(before, state, before, "abc").divisible(4, 3).gpu0_bsz == 2, "5 of 4 images is impossible"
-
-
 def test_event_names_devices_that_are_gone_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     saved = locations("abb", 2).to_state([3, 3, 2])
