@@ -204,7 +204,7 @@ def _measure(
     pairs = splits[split]
     kinds = kinds_of_pixels([pair.image for pair in pairs]) if data.bands is None else {}
     found = reduced_pixels(kinds)
-    if data.bands is None and (found is None or found.is_stack or found.dtype not in DTYPES):
+    if data.bands is None and (found is None or found.pages or found.dtype not in DTYPES):
         return None, None
     bands = tuple(range(1, found.bands + 1)) if found is not None else data.bands
     pixels = PixelFormat(bands, data.dtype if found is None else found.dtype)

@@ -99,7 +99,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
 def windowed_tags(path: Path, *, rgb: bool) -> TiffTags | None:
     """Return the tags of a large mask of ids or colors of which any part is read like the whole; None for others."""
     tags = tiff_tags(path) if path.suffix.lower() in TIFF_SUFFIXES else None
-    if tags is None or not tags.is_read_by_rasterio or tags.dtype == "float32" or tags.is_stack:
+    if tags is None or not tags.is_read_by_rasterio or tags.dtype == "float32" or tags.axes:
         return None
     return tags if tags.bands == (3 if rgb else 1) else None
 
@@ -198,7 +198,7 @@ def check_one_frame(image: Image.Image, path: Path) -> None:
     """
     try:
         tags = tiff_tags(path) if image.format == "TIFF" else None
-        has_more = bool(getattr(image, "is_animated", False) if tags is None else tags.is_stack)
+        has_more = bool(getattr(image, "is_animated", False) if tags is None else tags.axes)
     except Exception as error:  # a damaged directory of frames, as above
         raise damaged(path, error) from error
     if has_more:

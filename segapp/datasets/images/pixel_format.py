@@ -32,7 +32,7 @@ class StoredPixels:
     dtype: str  # dtype of a value, as numpy names it
     # Can be converted to 8-bit RGB without loss: gray, palette, RGB or CMYK of at most 8 bits, with or without alpha
     is_picture: bool
-    is_stack: bool = False  # the file is a TIFF of several images
+    pages: str = ""  # description of a TIFF's pages that are not bands; "" if there are none
 
     def __str__(self) -> str:
         return f"{self.dtype} with {self.bands} band{'s' if self.bands > 1 else ''}"
@@ -85,8 +85,11 @@ class PixelFormat:
 
     def problem(self, stored: StoredPixels) -> str | None:
         """Return why a file with these pixels cannot be read in this format, and what to do; None if it can."""
-        if stored.is_stack:
-            return "it holds several pages: save each image as a file of its own, or channels as the bands of one page"
+        if stored.pages:
+            return (
+                f"it holds {stored.pages}, and an image would be only the first of them: save each image as a file of "
+                "its own, or channels as the bands of one page"
+            )
         is_read = stored.is_picture
         if self.bands is not None:
             is_read = stored.dtype == self.dtype and max(self.bands) <= stored.bands

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import ImagePair, check_same_size, damaged, read_header, shown
+from segapp.datasets.files import ImagePair, check_same_size, damaged, read_header, shown, tiff_tags
 from segapp.datasets.images.pixel_format import Pixels
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.datasets.resources import READERS, side_by_side
@@ -53,8 +53,8 @@ def require_rasterio(path: Path, what: str) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a TIFF as a rasterio data set."""
+def opened(path: Path, page: int | None = None) -> Iterator[Any]:
+    """Open a TIFF, or one of its pages, counted from 1, as a rasterio data set."""
     require_rasterio(path, "a TIFF of this kind")
     if path.exists() and not path.is_file():  # GDAL would wait for a pipe
         raise damaged(path, "not a regular file")
@@ -63,7 +63,8 @@ def opened(path: Path) -> Iterator[Any]:
 
     logging.getLogger("rasterio").setLevel(logging.CRITICAL)  # damaged files raise
     options = {"GDAL_CACHEMAX": _CACHE_MIB, "GDAL_DISABLE_READDIR_ON_OPEN": "EMPTY_DIR", "GDAL_PAM_ENABLED": "NO"}
-    name = path.absolute()  # rasterio takes a file "http:box:80?x.tif" for an address
+    full = path.absolute()  # rasterio takes a file "http:box:80?x.tif" for an address
+    name = full if page is None else f"GTIFF_DIR:{page}:{full}"
     try:
         with rasterio.Env(**options):
             with _without_warnings():
@@ -75,13 +76,24 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_bands(path: Path, bands: Sequence[int], window: Window | None = None) -> Pixels:
-    """Return bands of a TIFF, counted from 1, as stored, shape (H, W, B)."""
+    """Return bands of a TIFF, counted from 1, as stored, shape (H, W, B); pages that are channels are bands."""
     with opened(path) as source:
-        if max(bands) > source.count:
-            raise damaged(path, f"it has no band {max(bands)}")
-        rows, columns = window or (slice(0, source.height), slice(0, source.width))
-        pixels = source.read(list(bands), window=((rows.start, rows.stop), (columns.start, columns.stop)))
-        return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+        if max(bands) <= source.count:
+            return _read(source, bands, window)
+    tags = tiff_tags(path)
+    if tags is None or tags.axes != "C" or max(bands) > len(tags.pages):
+        raise damaged(path, f"it has no band {max(bands)}")
+    planes = []
+    for band in bands:
+        with opened(path, tags.pages[band - 1]) as source:
+            planes.append(_read(source, [1], window))
+    return np.concatenate(planes, axis=2)
+
+
+def _read(source: Any, bands: Sequence[int], window: Window | None) -> Pixels:
+    rows, columns = window or (slice(0, source.height), slice(0, source.width))
+    pixels = source.read(list(bands), window=((rows.start, rows.stop), (columns.start, columns.stop)))
+    return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 """Read the tags of a TIFF: its pages, and the size, bands, dtype and layout of its pixels.
 
-Pillow supports only a few dtypes, so tifffile reads the tags.
+Pillow supports only a few dtypes, so tifffile reads the tags. The description that OME, ImageJ and tifffile write says
+what the pages are.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
+import math
+import re
 import struct
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
@@ -50,16 +54,26 @@ class TiffTags:
     nodata: float | None = None  # value of pixels without data, which may be NaN; None if the file declares none
     # number in the file, from 1, of each full page: the first, and pages that are not smaller copies of it
     pages: tuple[int, ...] = (1,)
-    is_stack: bool = False  # the file has several images: full pages, or the planes of a page of ImageJ
+    # axes of the pages: "C" channels, "Z" depth, "T" time, several of them, "?" if unknown; "" for one page
+    # page
+    axes: str = ""
 
     @property
     def stored(self) -> StoredPixels:
+        """The pixels as stored; pages that are channels count as bands."""
+        if self.axes == "C" and self.bands == 1 and len(self.pages) > 1:  # else one directory is for all channels
+            return StoredPixels(len(self.pages), self.dtype, is_picture=False)
         is_picture = self.dtype in {"uint1", "uint2", "uint4", "uint8"} and (
             self.bands in {1, 3}
             or (self.photometric == CMYK and self.bands == 4)
             or (self.has_alpha and self.bands in {2, 4})
         )
-        return StoredPixels(self.bands, self.dtype, is_picture, self.is_stack)
+        return StoredPixels(self.bands, self.dtype, is_picture, self._pages_in_words() if self.axes else "")
+
+    def _pages_in_words(self) -> str:
+        kinds = [_AXIS_WORDS.get(axis, f"axis {axis}") for axis in self.axes if axis != "?"]
+        said = f"{len(self.pages)} pages" if len(self.pages) > 1 else "several planes"
+        return f"{said} ({' x '.join(kinds)}, axes {self.axes}YX)" if kinds else f"{said} of unsaid meaning"
 
     @property
     def has_plain_values(self) -> bool:
@@ -127,8 +141,7 @@ def read_tiff_tags(file: BinaryIO) -> TiffTags:
             first = tiff.pages.first
             tags = _as_tags(first.tags)
             pages = _full_pages(tiff, tags)
-            has_planes = first.description.startswith("ImageJ=") and "\nimages=" in first.description
-            return replace(tags, pages=pages, is_stack=has_planes or len(pages) > 1)
+            return replace(tags, pages=pages, axes=_axes(first.description, len(pages)))
     except (struct.error, OverflowError, OSError, IndexError, TypeError, KeyError) as error:
         raise ValueError(f"the directory of the TIFF is damaged ({error})") from error
 
@@ -168,6 +181,48 @@ def _as_tags(tags: Any) -> TiffTags:
         compression=_values(tags, "Compression", 1)[0],
         nodata=parse_nodata(tags.valueof(NODATA_TAG), dtype),
     )
+
+
+_AXIS_WORDS = {"C": "channels", "Z": "depth", "T": "time", "S": "samples", "I": "a series"}
+
+
+def _axes(description: str, num_pages: int) -> str:
+    r"""Return the axes of the planes of a file, the slowest first, from its description.
+
+    >>> _axes("ImageJ=1.53t\nimages=6\nchannels=2\nslices=3\n", 6)
+    'ZC'
+    >>> _axes('{"shape": [2, 48, 64], "axes": "CYX"}', 2), _axes("", 3), _axes("a photograph", 1)
+    ('C', '?', '')
+    """
+    sizes = _said_sizes(description)
+    wide = {axis: size for axis, size in sizes.items() if size > 1}
+    if num_pages == 1:  # of a series of files, each has one plane; ImageJ's large stacks have one directory for all
+        return "".join(wide) if description.startswith(("ImageJ=", "{")) else ""
+    return "".join(wide) if math.prod(wide.values()) == num_pages else "?"
+
+
+def _said_sizes(description: str) -> dict[str, int]:
+    """Return axis -> size of the planes in a description of OME, ImageJ or tifffile."""
+    if "<OME" in description or "OME-XML" in description:
+        found = {axis: re.search(rf'\bSize{axis}="(\d+)"', description) for axis in "TZC"}
+        samples = re.search(r'\bSamplesPerPixel="(\d+)"', description)
+        sizes = {axis: int(match[1]) for axis, match in found.items() if match}
+        # SizeC counts the samples of a pixel too, and the axis C only the planes.
+        return sizes | {"C": sizes.get("C", 1) // max(1, int(samples[1]) if samples else 1)}
+    if description.startswith("ImageJ="):
+        words = {"frames": "T", "slices": "Z", "channels": "C"}
+        lines = dict(line.split("=", 1) for line in description.splitlines() if "=" in line)
+        sizes = {axis: int(lines[word]) for word, axis in words.items() if lines.get(word, "").isdigit()}
+        images = lines.get("images", "1")
+        return sizes or ({"I": int(images)} if images.isdigit() else {})
+    if description.startswith("{"):
+        try:
+            said = json.loads(description)
+            return dict(zip(said["axes"][: said["axes"].index("Y")], said["shape"], strict=False))
+        # Any program may write a description that begins with a brace.
+        except (ValueError, KeyError, TypeError):
+            return {}
+    return {}
 
 
 def _full_pages(tiff: Any, first: TiffTags) -> tuple[int, ...]:

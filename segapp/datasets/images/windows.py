@@ -352,7 +352,7 @@ def measure_pixels(
             f"the images differ in bands or type: {named}: convert them to one kind, or move the others",
             key="data.dtype",
         )
-    if found.is_stack or found.dtype not in DTYPES:
+    if found.pages or found.dtype not in DTYPES:
         first = kinds[found][0]
         raise DataError(f"{shown(first)}: {RGB8.problem(found)}", path=first)
     return PixelFormat(tuple(range(1, found.bands + 1)), found.dtype)

@@ -1,4 +1,4 @@
-"""Pages of TIFFs, written by tifffile, are refused, never dropped.
+"""Pages of TIFFs, written by tifffile: channels are bands; depth, time and unsaid pages are refused, never dropped.
 
 What `segapp check` and `segapp init` say of bands: the measured ranges are numpy's percentiles.
 """
@@ -22,7 +22,7 @@ from segapp.config import validate_config
 from segapp.datasets.files import ImagePair, check_pairs, read_header, tiff_tags
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import pixels_of, read_image
-from segapp.datasets.images.windows import measure_pixels
+from segapp.datasets.images.windows import image_windows, measure_pixels
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.band_data import write_band_data
@@ -41,20 +41,51 @@ def write(path: Path, pixels: np.ndarray, **options: Any) -> Path:
     return path
 
 
+CHANNELS = {
+    "OME": {"ome": True, "metadata": {"axes": "CYX"}},
+    "ImageJ": {"imagej": True, "metadata": {"axes": "CYX"}},
+    "tifffile": {"metadata": {"axes": "CYX"}},
+    "BigTIFF in tiles": {"ome": True, "bigtiff": True, "tile": (16, 16), "metadata": {"axes": "CYX"}},
+}
+
+
+@pytest.mark.parametrize(("writer", "dtype"), [*((each, "uint16") for each in CHANNELS), ("OME", "uint8")])
+def test_pages_that_are_channels_are_bands(
+    writer: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = planes(3, dtype=dtype)
+    path = write(tmp_path / "a.tif", pixels, **CHANNELS[writer])
+    stored = pixels_of(path)
+    assert (stored.bands, stored.dtype, stored.pages) == (3, dtype, "")
+    np.testing.assert_array_equal(read_image(path, PixelFormat((3, 1), dtype)), pixels[[2, 0]].transpose(1, 2, 0))
+    with pytest.raises(DataError, match=r"data.bands: \[1, 2, 3\]"):
+        read_image(path, RGB8)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
+    windows = image_windows(path, PixelFormat((1, 2, 3), dtype))
+    assert windows is not None
+    np.testing.assert_array_equal(windows[5:20, 7:30], pixels[:, 5:20, 7:30].transpose(1, 2, 0))
+
+
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "options", "said"),
     [
-        ((3,), {"ome": True, "metadata": {"axes": "ZYX"}}),
-        ((3, 2), {"imagej": True, "metadata": {"axes": "ZCYX"}}),
-        ((3,), {"metadata": {"axes": "CYX"}}),
-        ((2, 3), {"metadata": None, "photometric": "rgb", "planarconfig": "separate"}),
+        ((3,), {"ome": True, "metadata": {"axes": "ZYX"}}, "3 pages (depth, axes ZYX)"),
+        ((3,), {"ome": True, "metadata": {"axes": "TYX"}}, "3 pages (time, axes TYX)"),
+        ((3, 2), {"ome": True, "metadata": {"axes": "ZCYX"}}, "6 pages (depth x channels, axes ZCYX)"),
+        ((3, 2), {"imagej": True, "metadata": {"axes": "ZCYX"}}, "6 pages (depth x channels, axes ZCYX)"),
+        ((4,), {"imagej": True, "metadata": {"axes": "TYX"}}, "4 pages (time, axes TYX)"),
+        ((3,), {"metadata": None}, "3 pages of unsaid meaning"),
+        ((2, 3), {"metadata": None, "photometric": "rgb", "planarconfig": "separate"}, "2 pages of unsaid meaning"),
     ],
 )
-def test_pages_are_refused_by_every_reader(shape: tuple[int, ...], options: dict[str, Any], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tif", planes(*shape), **options)
+def test_other_pages_are_refused_by_every_reader(
+    shape: tuple[int, ...], options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    pixels = planes(*shape)
+    path = write(tmp_path / "a.tif", pixels, **options)
     mask = tmp_path / "a.png"
     draw_mask(mask)
-    match = "a.tif: it holds several pages: save each"
+    match = rf"a.tif: it holds {said.replace('(', '[(]').replace(')', '[)]')}, and an image would be"
     for format in (RGB8, PixelFormat((1,), "uint16")):
         with pytest.raises(DataError, match=match):
             read_image(path, format)
@@ -62,13 +93,6 @@ def test_pages_are_refused_by_every_reader(shape: tuple[int, ...], options: dict
             check_pairs([ImagePair(path, mask, "a")], format)
     with pytest.raises(DataError, match=match):
         measure_pixels([path])
-
-
-def test_planes_of_one_page_of_imagej_are_refused(tmp_path: Path) -> None:
-    """A stack of more than 4 GB has one directory for all its planes."""
-    path = write(tmp_path / "a.tif", planes(), description="ImageJ=1.53t\nimages=3\nslices=3\n", metadata=None)
-    with pytest.raises(DataError, match="it holds several pages"):
-        read_image(path, PixelFormat((1,), "uint16"))
 
 
 def test_one_plane_of_a_series_of_files_is_an_image(tmp_path: Path) -> None:
@@ -107,9 +131,9 @@ def drawn(root: Path, dtypes: list[str], *axes: str, shape: tuple[int, ...] = ()
 
 @pytest.mark.parametrize(
     ("dtype", "num_bands", "axes", "options"),
-    [("uint16", 2, [], {"planarconfig": "separate"}), ("uint8", 4, [], {"photometric": "rgb"})],
+    [("uint16", 2, ["CYX"], {"ome": True}), ("uint8", 4, [], {"photometric": "rgb"})],
 )
-def test_init_writes_the_bands(
+def test_init_writes_the_bands_of_channels(
     dtype: str, num_bands: int, axes: list[str], options: dict[str, Any], tmp_path: Path
 ) -> None:
     drawn(tmp_path / "d", [dtype] * 8, *axes, shape=(num_bands,), **options)
