@@ -16,7 +16,7 @@ from segapp.run.state import read_tail
 from segapp.run.words import aligned, dots, duration, printable
 from segapp.scores import FOREGROUND, NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
-from segapp.view.runs import Ranking, RunSummary, list_runs, run_state, summarize
+from segapp.view.runs import Ranking, RunSummary, list_runs, looked_at_twice, run_state, summarize
 from segapp.view.source import fold_file
 from segapp.view.view import View
 from segapp.waiting import lines_while
@@ -33,7 +33,7 @@ _OVER = ("finished", "stopped", "failed", "crashed")
 
 def print_runs(root: Path, *, as_json: bool) -> None:
     """Print one line per run in a folder or a sweep, which may be named, the last started or resumed first."""
-    summaries = list_runs(Path("runs") / root if is_sweep(Path("runs") / root) else root)
+    summaries = looked_at_twice(list_runs(Path("runs") / root if is_sweep(Path("runs") / root) else root))
     if as_json:
         print(json.dumps([summary.as_json() for summary in summaries], indent=2))
         return
@@ -51,7 +51,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     best, score = ranking.text(facts, score_text(ranking.value(facts))), ranking.score
     return (
         facts["name"],
-        summary.state,
+        summary.word,
         summary.progress,
         "-" if facts["step"] is None else f"{facts['step']}/{facts['steps']}" if facts["steps"] else str(facts["step"]),
         loss_text(facts["loss"], is_known=facts["loss_epoch"] is not None),
@@ -63,11 +63,12 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def print_status(run: str, *, as_json: bool) -> None:
-    facts = summarize(find_run(run).path).as_json()
+    (summary,) = looked_at_twice([summarize(find_run(run).path)])
+    facts = summary.as_json()
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    known = {**facts}
+    known = {**facts, "state": summary.word}
     for key, epoch in (("loss", "loss_epoch"), ("val_loss", "val_epoch")):
         if facts[key] is None and facts[epoch] is not None:
             known[key] = NOT_FINITE

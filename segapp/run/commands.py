@@ -201,6 +201,21 @@ def parse_command(text: str) -> Command:
         raise CommandError(_first_problem(error)) from None
 
 
+def parse_setting(name: str, text: str) -> SetCommand:
+    """Return the command that changes one setting to the value in a text, which holds nothing else.
+
+    >>> parse_setting("gpu0_bsz", " 3 ").changes
+    {'gpu0_bsz': 3}
+
+    Raises:
+        CommandError: The text is no value of the setting.
+    """
+    try:
+        return SetCommand.model_validate({name: _parse_value(name, text.strip())})
+    except ValidationError as error:
+        raise CommandError(_first_problem(error)) from None
+
+
 def format_command(command: Command) -> str:
     """Return the text that `parse_command` reads back as this command."""
     if isinstance(command, SetCommand):
@@ -324,7 +339,8 @@ def _number(text: str) -> int | float | str:
     """Return the number in a text; if there is none, return the text, which the validation then reports."""
     if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         return int(text)
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) and len(text) < 64:
+    is_long = re.fullmatch(r"[+-]?[0-9]+", text) is not None  # as a float it would be another number
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) and len(text) < 64 and not is_long:
         return float(text)
     return _shown(text)
 

@@ -186,7 +186,9 @@ class RunFolder:
                 raise RunBusyError(self._busy_message(), path=self.path)
             time.sleep(_BUSY_LOOK_S)
         with contextlib.suppress(OSError):
-            body = this_process().model_dump() | {"acquired_s": round(time.time(), 3), "job": job_of(environ)}
+            inode = os.fstat(self._file_lock.fd).st_ino
+            taken = {"acquired_s": round(time.time(), 3), "inode": inode, "job": job_of(environ)}
+            body = this_process().model_dump() | taken
             # In place, because the lock belongs to this file and would not follow a new one of the same name.
             os.ftruncate(self._file_lock.fd, 0)
             os.pwrite(self._file_lock.fd, json.dumps(body).encode(), 0)
@@ -263,6 +265,13 @@ class RunFolder:
         with contextlib.suppress(OSError, ValidationError):
             return ProcessId.model_validate_json(read_of_run(self.lock))
         return None
+
+    def lock_inode(self) -> int | None:
+        """Return the inode of the lock's file; None if there is none."""
+        try:
+            return self.lock.stat(follow_symlinks=False).st_ino
+        except OSError:
+            return None
 
     def is_locked(self) -> bool | None:
         """Return True if a trainer holds the lock, without taking it; None if the system cannot tell."""

@@ -164,6 +164,8 @@ class ProcessId(BaseModel):
     """Identifier of its machine, as `machine_id` returns it; None if unknown."""
     acquired_s: float | None = None
     """Time at which it locked the run, Unix seconds; None outside of the file `lock`."""
+    inode: int | None = None
+    """Inode of the file `lock` that it holds; None outside of that file."""
 
 
 def this_process() -> ProcessId:

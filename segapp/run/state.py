@@ -12,6 +12,11 @@ from segapp.run.folder import RunFolder
 from segapp.run.lock import ProcessId, is_alive
 
 State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
+Word = State | Literal["gone", "reading", "paused", "resuming", "starting"]
+"""A state as people see it: more is known than `State` says, which programs read."""
+
+OVER = frozenset({"gone", "crashed", "finished", "stopped", "failed"})
+"""The words of runs that no trainer has."""
 
 FRESH_S = 15.0
 """A run without an event for longer than this, and longer than five steps, is no longer `live`."""
@@ -37,6 +42,29 @@ class StateFacts:
     """Time since the last step that the present process has made."""
     step_interval_s: float = 0.0
     """Median time between two `step` events."""
+    is_paused: bool = False
+    is_resumed: bool = False
+    """True if the process that holds the run continues a training."""
+    is_there: bool = True
+    """False if the run folder was removed."""
+    is_read: bool = True
+    """False while older events are read; the end may be in what is not read yet."""
+
+
+def word_of(facts: StateFacts) -> Word:
+    """Return the word for a set of facts; the first that holds: gone, reading, no trainer, no events, paused, ..."""
+    if not facts.is_there:
+        return "gone"
+    if not facts.is_read:
+        return "reading"
+    state = derive_state(facts)
+    if state not in ("live", "busy"):
+        return state
+    if facts.is_paused and not facts.is_starting:  # else the process before was paused
+        return "paused"
+    if facts.is_starting or facts.step_age_s is None:
+        return "resuming" if facts.is_resumed else "starting"
+    return state
 
 
 def derive_state(facts: StateFacts) -> State:
@@ -62,13 +90,23 @@ def derive_state(facts: StateFacts) -> State:
     return "busy" if facts.event_age_s is None else "stale"
 
 
+def process_of(folder: RunFolder) -> ProcessId | None:
+    """Return the process that holds or held a run, or that has just created its folder; None if that is not proven.
+
+    In the copy of a run, the lock is a file with another inode than its holder's.
+    """
+    holder = folder.read_holder()
+    if holder is not None:
+        return holder if holder.inode in (None, folder.lock_inode()) else None
+    info = folder.read_info()
+    return None if info is None else info.process
+
+
 def is_trainer_alive(folder: RunFolder) -> bool | None:
     """Return True if a process holds the run's lock, or still runs; None if unknown on this host."""
-    is_locked, holder = folder.is_locked(), folder.read_holder()
-    if is_locked or (is_locked is None and holder is None):  # only its owner may read the lock
+    is_locked, process = folder.is_locked(), process_of(folder)
+    if is_locked or (is_locked is None and folder.read_holder() is None):  # only its owner may read the lock
         return is_locked
-    info = folder.read_info()
-    process = holder or (info.process if info else None)
     if process is None:
         return False
     if process.boot_id not in (None, boot_id()) and _was_written_since_boot(folder):

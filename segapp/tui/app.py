@@ -33,14 +33,12 @@ from segapp.run.commands import (
     ResumeCommand,
     SetCommand,
     StopCommand,
-    format_command,
 )
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import printable
 from segapp.tui import header, keys, layout
-from segapp.tui.devices import undoing, why_no_split
+from segapp.tui.devices import why_no_split
 from segapp.tui.dialogs import CHOICES, Choice, ChoiceScreen, Gpu0Screen, HelpScreen, ScrolledDialog, StopScreen
-from segapp.tui.header import state_label
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
 from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up, set_up_themes
@@ -91,7 +89,7 @@ class MonitorApp(App[None]):
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(ansi_color="NO_COLOR" in os.environ or None)  # then Textual sends no color at all
-        self.readonly, self.starts_with_list = readonly, starts_with_list
+        self._is_readonly, self.starts_with_list = readonly, starts_with_list
         self.is_ascii = ascii_only
         self.columns = layout.Columns(has_color=not ascii_only and not self.no_color)
         self.chart = self.columns.chart
@@ -105,7 +103,6 @@ class MonitorApp(App[None]):
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = False
         self._is_starting: bool | None = None
-        self._held: list[Command] = []
         self.sent_on_leaving: list[str] = []
         """What was done with the commands that were still held when the user left."""
         self._send_at_s = self._typed_s = self._said_until_s = 0.0
@@ -120,6 +117,11 @@ class MonitorApp(App[None]):
 
     def status(self) -> Status:
         return self.shown.source.status()
+
+    @property
+    def readonly(self) -> bool:
+        """True if this view sends no commands."""
+        return self._is_readonly or not self.shown.is_writable
 
     def compose(self) -> ComposeResult:
         """Yield all lines and panes; `plan_layout` selects the visible ones."""
@@ -172,7 +174,7 @@ class MonitorApp(App[None]):
         if monotonic() >= self._send_at_s:
             self._send_held()
         for message in self.shown.take_answers():
-            self.say(*message)
+            self._say_of_run(*message)
         if monotonic() > self._said_until_s:
             self.say("")
         self._num_ticks += 1
@@ -247,11 +249,15 @@ class MonitorApp(App[None]):
         line = width - 2
         unseen = self.shown.unseen()
         about, began = setup(self.shown.settings()), chosen(self.shown.settings())
-        head = header.header(view, status, name, line, about=about, began=began, is_readonly=self.readonly)
+        waiting = self.shown.wishes.waiting(view)
+        head = header.header(
+            view, status, name, line, about=about, began=began, waiting=waiting, is_readonly=self.readonly
+        )
         self._text("head").show(head)
         self._text("progress").show(header.progress_line(view, status, line))
         run = self.shown
-        found = header.banner(view, status, line, unseen, run=run.argument, again=run.again(), doing=run.doing(status))
+        again, doing = run.again(), run.doing(status)
+        found = header.banner(view, status, line, unseen, run=run.argument, again=again, doing=doing, cause=run.cause())
         self.query_one("#banner").display = found is not None
         if found is not None:
             self._text("banner").show(found)
@@ -271,11 +277,12 @@ class MonitorApp(App[None]):
 
     def _show_keys(self, pane: str) -> None:
         bar = self.query_one("#keys", keys.KeyBar)
-        bar.offer(keys.here(self._offered(keys.KEYS), pane), Pause="Resume" if self.view.is_paused else "Pause")
+        is_wanted = self.shown.wishes.is_pause_wanted(self.view)
+        bar.offer(keys.here(self._offered(keys.KEYS), pane), Pause="Resume" if is_wanted else "Pause")
 
     def _offered(self, table: Iterable[keys.Key]) -> list[keys.Key]:
-        """Return the keys of a table that can have an effect: no trainer answers before the start and after the end."""
-        return keys.available(table, sends=not (self.readonly or self.status().is_over or self._is_starting))
+        """Return the keys of a table that can have an effect: no trainer answers after the end."""
+        return keys.available(table, sends=not (self.readonly or self.status().is_over))
 
     def _text(self, name: str) -> LiteralText:
         return self.query_one(f"#{name}", LiteralText)
@@ -287,6 +294,10 @@ class MonitorApp(App[None]):
         for line in (line for screen in self.screen_stack for line in screen.query(LiteralText).filter(".said")):
             line.display = bool(text)
             line.show(Content.styled(printable(text), style))
+
+    def _say_of_run(self, text: str, severity: Severity = "information") -> None:
+        """Show a message about a command, with the run's name: another run or the list may be shown by now."""
+        self.say(f"{self.shown.name}: {text}", severity)
 
     def notify(self, message: str, *, severity: Severity = "information", **_: Any) -> None:
         self.say(message, severity)
@@ -425,7 +436,9 @@ class MonitorApp(App[None]):
             return key == "enter" and gap_s < PASTED_S and isinstance(self.screen, Gpu0Screen)
         if gap_s >= TYPING_S or isinstance(self.screen, ScrolledDialog):
             return False
-        if self._held and key != "u":
+        if self.shown.wishes.held and key == "q":
+            return False  # who leaves types no text
+        if self.shown.wishes.held and key != "u":
             self._take_back("typed text follows")
         elif key in (*keys.TYPED, *CHOICES):
             self.say(f"{key} was part of typed text and did nothing: press it again", "warning")
@@ -440,24 +453,25 @@ class MonitorApp(App[None]):
     def send(self, command: Command | None) -> None:
         """Send a command in some seconds, unless it is taken back."""
         if command is not None and not self._refuses(command):
-            self._held.append(command)
-            self._send_at_s = monotonic() + HOLD_S
-            self.say(f"{self._names_held()} in {HOLD_S:g} s: u undoes it")
+            self.shown.wishes.hold(command, self.view)
+            self._announce()
 
-    def _names_held(self) -> str:
-        return ", ".join(map(format_command, self._held))
+    def _announce(self) -> None:
+        """Begin to wait before what is held is sent."""
+        self._send_at_s = monotonic() + HOLD_S
+        names = ", ".join(wish.text for wish in self.shown.wishes.held)
+        self._say_of_run(f"{names} in {HOLD_S:g} s: u takes it back")
 
     def _send_held(self) -> list[str]:
         """Send what is held; return what was done with each command."""
-        answers = [self.shown.send(command) for command in self._held]
+        answers = self.shown.send_held()
         for answer in answers:
-            self.say(*answer)
-        self._held.clear()
+            self._say_of_run(*answer)
         return [text for text, _ in answers]
 
-    def _take_back(self, why: str) -> None:
-        self.say(f"{self._names_held()}: {why}, not sent", "warning")
-        self._held.clear()
+    def _take_back(self, why: str, *kinds: type) -> None:
+        names = ", ".join(wish.text for wish in self.shown.wishes.drop_held(*kinds))
+        self._say_of_run(f"{names}: {why}, not sent", "warning")
 
     async def action_quit(self) -> None:
         self.action_detach()
@@ -481,7 +495,12 @@ class MonitorApp(App[None]):
             self.action_stop()
 
     def action_toggle_pause(self) -> None:
-        self.send(ResumeCommand() if self.view.is_paused else PauseCommand())
+        """Want the opposite of the newest wish: what is held is dropped, and else a command is sent."""
+        kinds, wishes = (PauseCommand, ResumeCommand), self.shown.wishes
+        if any(isinstance(wish.command, kinds) for wish in wishes.held):
+            self._take_back("taken back", *kinds)
+        else:
+            self.send(ResumeCommand() if wishes.is_pause_wanted(self.view) else PauseCommand())
 
     def action_checkpoint(self) -> None:
         self.send(CheckpointCommand())
@@ -502,14 +521,17 @@ class MonitorApp(App[None]):
             self.push_screen(Gpu0Screen(self.view), self.send)
 
     def action_undo(self) -> None:
-        """Take back what is not sent yet, or else the newest command that still can be."""
-        command = undoing(self.view)
-        if self._held:
+        """Take back what is not sent yet, or else the last command of this view."""
+        if self.shown.wishes.held:
             self._take_back("taken back")
-        elif command is None:
-            self.say("nothing to undo: u takes back a new gpu0_bsz, a stop after this epoch, and what is not sent yet")
+        elif not isinstance(self.screen, RunScreen):
+            return  # there the key takes back only what a line announces
+        elif self.status().is_over:
+            self.say(f"nothing to take back: the run has ended ({self.status().word})")
+        elif problem := self.shown.wishes.undo(self.view):
+            self.say(problem)
         else:
-            self.send(command)
+            self._announce()
 
 
 def run_ui(
@@ -555,7 +577,7 @@ def run_ui(
         ) from app.failure
     if not is_hung_up() and not app.shown.has_trainer_ended():  # then its error follows, and its folder is removed
         status, shown = app.status(), app.shown
-        ended = [state_label(status)] if status.is_over else []
+        ended = [status.word] if status.is_over else []
         how = printable("; ".join([*app.sent_on_leaving, *ended])) or "the training continues"
         text = f"left {shown.name} ({how}); to see it again: segapp attach {shown.argument}"
         with contextlib.suppress(OSError):

@@ -8,7 +8,6 @@ from textual.content import Content
 from textual.geometry import Size
 
 from segapp.memory.split_check import FULL_FRAC, TIGHT_FRAC
-from segapp.run.commands import CancelCommand, Command, SetCommand
 from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, gib, percent, printable, share_text
 from segapp.tui.header import LinePart, device_kind, etas_s, fit_parts
@@ -176,16 +175,7 @@ def _pending_lines(view: View, status: Status) -> list[Content]:
             (f"  PENDING: {when}{eta}", "$text-warning bold"),
         ),
         Content(f"split {dots(view.split)} → {dots(split)}"),
-        Content.styled("press u to cancel", "$text-muted"),
     ]
-
-
-def undoing(view: View) -> Command | None:
-    """Return the command that cancels the newest pending one, or restores the previous `gpu0_bsz`; None without any."""
-    pending = [*view.pending, *([view.gpu0.pending.id] if view.gpu0.pending is not None else [])]
-    if pending:
-        return CancelCommand(id=pending[-1])
-    return SetCommand(gpu0_bsz=view.gpu0.previous[-1]) if view.gpu0.previous else None
 
 
 def why_no_split(view: View) -> str | None:

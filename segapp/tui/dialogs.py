@@ -13,7 +13,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from segapp.errors import CommandError
-from segapp.run.commands import SetCommand, parse_command
+from segapp.run.commands import SetCommand, parse_setting
 from segapp.run.words import dots, duration, memory_text, printable, share_text
 from segapp.tui.header import etas_s
 from segapp.tui.keys import Key, bindings
@@ -32,7 +32,11 @@ CHOICES = ("e", "x")
 class ScrolledDialog(ModalScreen[None]):
     """A text in a box that scrolls."""
 
-    KEYS = (Key("dismiss", "escape,q,enter,space,d", "", "close"), _HELP)
+    KEYS = (
+        Key("dismiss", "escape,q,enter,space,d", "", "close"),
+        Key("app.undo", "u", "", "take back a command"),
+        _HELP,
+    )
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
 
     def __init__(self, title: str, content: Content, *, is_wide: bool = False) -> None:
@@ -182,10 +186,9 @@ class Gpu0Screen(ModalScreen[SetCommand | None]):
     def check(self, text: str) -> tuple[SetCommand | None, str]:
         """Return the command for a text, None if it cannot be sent, and the peaks that it would need or its problem."""
         try:
-            command = parse_command(f"set gpu0_bsz={text}")
+            command = parse_setting("gpu0_bsz", text)
         except CommandError as error:
             return None, str(error)
-        assert isinstance(command, SetCommand)
         if command.gpu0_bsz == "auto":
             return command, "the trainer chooses it from the measured memory"
         checked = self._view.split_checker.check(command.gpu0_bsz)
@@ -199,14 +202,14 @@ class Gpu0Screen(ModalScreen[SetCommand | None]):
         self._show(event.value)
 
     def _show(self, value: str, prefix: str = "") -> None:
-        command, text = self.check(value) if value else (None, self._hint)
+        command, text = self.check(value) if value.strip() else (None, self._hint)
         style = "$text-muted" if not value else "$text-error" if command is None else "$text-success"
         self.query_one("#verdict", Static).update(drawable(self, Content.styled(prefix + text, style)))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Close with the command, or say that there is none to send."""
         event.stop()
-        command = self.check(event.value)[0] if event.value else None
+        command = self.check(event.value)[0] if event.value.strip() else None
         if command is None:
             self._show(event.value, "not sent: ")
         elif self.is_current:

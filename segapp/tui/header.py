@@ -67,24 +67,9 @@ def fit_parts(parts: Sequence[LinePart | None], width: int, gap: int = 2) -> Con
     return Content(" " * gap).join([content for _, content in kept])
 
 
-def state_label(status: Status) -> str:
-    """Return the state of the run; `gone` if its folder was removed, `reading` while the history is read.
-
-    It is `starting` or `resuming` until the first step.
-    """
-    if not status.is_there:
-        return "gone"
-    if status.starting_s is not None:
-        return "resuming" if status.is_resumed else "starting"
-    return "reading" if status.loaded_frac < 1 else status.state
-
-
 def state_content(view: View, status: Status) -> Content:
     """Return a dot, the state, and the phase of the trainer."""
-    word = state_label(status)
-    dot = "○" if status.is_over else "●"
-    if view.is_paused and word in ("live", "busy"):
-        return Content.styled(f"{dot} PAUSED", STATE_STYLES["paused"])
+    word, dot = status.word, "○" if status.is_over else "●"
     phase = f" {view.phase}" if view.phase and word in ("live", "busy", "stale", "lost") else ""
     return Content.styled(f"{dot} {word.upper()}{phase}", STATE_STYLES[word])
 
@@ -97,25 +82,27 @@ def header(
     *,
     about: str,
     began: Mapping[str, str] | None = None,
+    waiting: str = "",
     is_readonly: bool,
 ) -> Content:
     """Return the first line: name, state, what is trained, position, and the age of the last event if it is not new.
 
-    `about` and `began` are `wording.setup` and `wording.chosen` of the config.
+    `about` and `began` are `wording.setup` and `wording.chosen` of the config; `waiting` is `Wishes.waiting`.
     """
     start, muted = view.start, "$text-muted" if status.has_old_numbers else ""
     parts = [
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
         LinePart(0, state_content(view, status)),
-        LinePart(3, about, "$text-accent"),
+        LinePart(1, f"waiting: {waiting}", "$text-warning bold") if waiting else None,
+        LinePart(6, about, "$text-accent"),
         LinePart(2, _epoch(view)) if view.epoch is not None else None,
         LinePart(4, _steps(view), muted) if view.at_step is not None and start is not None else None,
         LinePart(5, f"lr {learning_rate(view.lr)}", muted) if view.lr is not None else None,
         LinePart(7, printable(start.precision)) if start is not None and start.precision is not None else None,
         *(LinePart(8, f"{key} {PurePath(text).name}") for key, text in (began or {}).items()),
         LinePart(7, f"up {duration(_up_s(view, status))}") if start is not None else None,
-        LinePart(6, "read-only", "$text-warning") if is_readonly else None,
+        LinePart(2, "read-only", "$text-warning") if is_readonly else None,
         LinePart(3, age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")
         if status.age_s is not None and status.age_s >= NEW_S and status.starting_s is None
         else None,
@@ -248,22 +235,26 @@ def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
 
 
 def banner(
-    view: View, status: Status, width: int, unseen: Sequence[Raised], *, run: str, again: str, doing: str
+    view: View, status: Status, width: int, unseen: Sequence[Raised], *, run: str, again: str, doing: str, cause: str
 ) -> Content | None:
     """Return the start or end of the training, a problem or an alert that the user must see; None if there is none.
 
-    `run`: the argument that names the run; `again`: how to continue; `doing`: what a start waits for.
+    `run`: the argument that names the run; `again`: how to continue; `doing`: what a start waits for; `cause`: what is
+    known about the end of a process without an event.
     """
-    word = state_label(status)
+    word = status.word
     if word in ("starting", "resuming"):
         return Content.assemble((_from_where(view, status), "bold"), (printable(doing), "$text-primary bold"))
     where = f" on {printable(status.host)}" if status.host else ""
     problems = {
         "gone": (f"{run}: the run folder was removed; this is its last known state", "$text-error bold"),
-        "crashed": (f"the trainer's process has died: trainer.log says why; {again}", "$text-error bold"),
-        "stale": ("the trainer is running but writes no events: it may be stuck", "$text-warning bold"),
+        "crashed": (f"the trainer's process has died{_lost_steps(view)}: {cause}; {again}", "$text-error bold"),
+        "stale": (
+            "the trainer is running but writes no events: it may be stuck; more: segapp docs hangs",
+            "$text-warning bold",
+        ),
         "lost": (
-            f"no events from the trainer{where}, and its process cannot be checked from this host",
+            f"no events from the trainer{where}, and its process cannot be checked from this host: look for it there",
             "$text-warning",
         ),
     }
@@ -278,6 +269,14 @@ def banner(
     if word in problems:
         return Content.styled(*problems[word])
     return _alert(unseen, width) if unseen else None
+
+
+def _lost_steps(view: View) -> str:
+    """Return how far the run was and what is saved of it; empty before the first step."""
+    if view.at_step is None:
+        return ""
+    saved = "nothing is saved" if view.checkpoint is None else f"step {view.checkpoint.step} is saved"
+    return f" after step {view.at_step} ({saved})"
 
 
 def _from_where(view: View, status: Status) -> str:

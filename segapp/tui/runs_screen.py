@@ -33,6 +33,7 @@ class RunsScreen(Screen[RunFolder | None]):
         keys.Key("open", "enter", "Open", "Runs: open the selected one"),
         keys.Key("back", "escape,R", "Back", "Runs: back to the run"),
         keys.Key("find", "slash", "Find", "Runs: find by name", words="search sweep"),
+        keys.Key("app.undo", "u", "", "Run: take back a command", words="undo cancel"),
         *keys.COMMON,
     )
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(KEYS)]
@@ -84,7 +85,7 @@ class RunsScreen(Screen[RunFolder | None]):
             self._columns, self._columns_of, self._drawn = columns_of(shown), made_of, {}
         self._show_rows()
         self._show_preview()
-        live = sum(run.is_followed and run.is_read and run.summary.state in ("live", "busy") for run in self.runs.runs)
+        live = sum(run.is_followed and run.is_read and run.summary.word in _WITH_TRAINER for run in self.runs.runs)
         sweeps = len({run.sweep for run in self.runs.runs} - {""})
         of_sweeps = f", {plural(sweeps, 'sweep')}" if sweeps else ""
         where = printable(_shown_path(self.runs.root))
@@ -164,6 +165,9 @@ class RunsScreen(Screen[RunFolder | None]):
         self._show()
 
 
+_WITH_TRAINER = ("live", "busy", "paused", "starting", "resuming")
+
+
 class Column(NamedTuple):
     """A column of the list."""
 
@@ -194,13 +198,13 @@ def columns_of(runs: Sequence[FollowedRun]) -> list[Column]:
         return ranking.text(facts, score) if has_counts else score
 
     def live(name: str, form: Callable[[float | None], str]) -> Callable[[FollowedRun], str]:
-        return lambda run: form(run.summary.shown[name]) if run.summary.state in ("live", "busy") else "-"
+        return lambda run: form(run.summary.shown[name]) if run.summary.word in ("live", "busy") else "-"
 
     return [
         Column("RUN", 0, min(max([12, *(len(run.folder.path.name) for run in runs)]), 36),
                lambda run: run.folder.path.name, "bold"),
         Column("SWEEP", 1, min(max([0, *(len(run.sweep) for run in runs)]), 20), lambda run: run.sweep, "$text-muted"),
-        Column("STATE", 0, 9, lambda run: run.summary.state if run.is_read else "reading"),
+        Column("STATE", 0, 9, lambda run: run.summary.word if run.is_read else "reading"),
         Column("EPOCH", 3, -9, lambda run: run.summary.progress),
         Column("BEST", 1, -14 if has_counts else -6, best_text),
         Column("MIOU", 7, -6, lambda run: number(run.summary.shown["miou"])),

@@ -1,5 +1,6 @@
 """The shown run: its events, the alerts that the user has seen, its log, its plan, and the commands sent to it."""
 
+import os
 import shlex
 import time
 from collections.abc import Callable
@@ -8,16 +9,17 @@ from typing import Any, Literal
 
 from textual.content import Content
 
-from segapp.errors import CommandError, without_secrets
+from segapp.errors import without_secrets
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.commands import Command, format_command, send_command
 from segapp.run.events import CommandAnswer, Event, Oom
 from segapp.run.files import read_of_run
 from segapp.run.words import duration, last_announced, printable
-from segapp.tui.header import state_label, unseen_alerts
+from segapp.tui.header import unseen_alerts
 from segapp.view.runs import read_settings
 from segapp.view.source import LiveSource, LogTail, Status
 from segapp.view.view import Raised, View
+from segapp.view.wishes import Wishes
 
 Severity = Literal["information", "warning", "error"]
 Message = tuple[str, Severity]
@@ -35,8 +37,9 @@ class ShownRun:
         self._trainer_ended, self._opened_s = has_trainer_ended, time.time()
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         self._settings_of, self._settings = 0, dict[str, Any]()
-        self._unanswered: dict[str, str | None] = {}
-        """Commands without a final answer: id -> status of the last answer."""
+        self.wishes = Wishes(lambda command: send_command(source.folder.path, command))
+        self.is_writable = not source.folder.commands.is_dir() or os.access(source.folder.commands, os.W_OK | os.X_OK)
+        """False if this user may not send commands to the run."""
 
     @property
     def view(self) -> View:
@@ -67,6 +70,13 @@ class ShownRun:
         if has_log and not has_begun:
             since_s = self._log_tail.written_s
         return f"{what}, {duration(status.now_s - since_s)}"
+
+    def cause(self) -> str:
+        """Return the last line of the run's log, for a process that has ended without an event."""
+        line = next((line for line in reversed(self.log_lines()) if line.strip()), None)
+        if line is None:
+            return "it left no trace, as after kill -9 or if the memory was full"
+        return f"the last line of {printable(self.source.folder.log.name)} is: {line.strip()}"
 
     def log_lines(self) -> list[str]:
         self._log_lines = [*self._log_lines, *self._log_tail.read()][-200:]
@@ -135,31 +145,24 @@ class ShownRun:
     def refusal(self, command: Command, *, is_readonly: bool) -> str | None:
         """Return why a command cannot be sent; None if there is a trainer to handle it."""
         text, status = format_command(command), self.source.status()
+        if not self.is_writable:
+            return f"{text} was not sent: you may not write to {self.source.folder.commands}"
         if is_readonly:
-            return f"{text}: this view is read-only"
-        return f"{text} was not sent: the run has ended ({state_label(status)})" if status.is_over else None
+            return f"{text} was not sent: this view is read-only"
+        return f"{text} was not sent: the run has ended ({status.word})" if status.is_over else None
 
-    def send(self, command: Command) -> Message:
-        """Write a command to the run's inbox; return what was done."""
-        text, state = format_command(command), self.source.status().state
-        try:
-            self._unanswered[send_command(self.source.folder.path, command)] = None
-        except CommandError as error:
-            return str(error), "error"
-        waits = "" if state in ("live", "busy") else f"; the trainer is {state}, so its answer may take long"
-        return f"sent: {text}{waits}", "information"
+    def send_held(self) -> list[Message]:
+        """Write the held commands to the run's inbox; return what was done with each."""
+        word, found = self.source.status().word, list[Message]()
+        for wish, problem in self.wishes.send_held():
+            is_quick = word in ("live", "busy", "paused")
+            waits = "" if is_quick else f"; the trainer is {word}, so its answer may take long"
+            found.append((f"{wish.text} sent{waits}", "information") if problem is None else (problem, "error"))
+        return found
 
     def take_answers(self) -> list[Message]:
         """Return the answers to commands of this view that have arrived since the last call."""
-        found = []
-        for command_id, status in list(self._unanswered.items()):
-            answer = self.view.answers.get(command_id) or self.view.pending.get(command_id)
-            if answer is not None and answer.status != status:
-                self._unanswered[command_id] = answer.status
-                found.append(_message(answer))
-            if command_id in self.view.answers:
-                del self._unanswered[command_id]
-        return found
+        return [_message(answer) for answer in self.wishes.take_answers(self.view)]
 
 
 def _message(answer: CommandAnswer) -> Message:

@@ -28,11 +28,14 @@ from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
 from segapp.run.state import (
     State,
     StateFacts,
+    Word,
     derive_state,
     event_age_s,
     is_trainer_alive,
+    process_of,
     read_tail,
     starting_since,
+    word_of,
 )
 from segapp.scores import SCORES, Score, count_scored, score_named, scored_of, with_count
 from segapp.view.history import LossHistory
@@ -47,8 +50,11 @@ _WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", 
 _NUM_POINTS = 64
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
-_VERSION = 7
+_VERSION = 8
 """Increase it if `facts_of` or the fold changes, so that summaries of an earlier version are not used."""
+
+SECOND_LOOK_S = 2.0
+"""Time after which a run that seems lost is looked at again."""
 
 _SETTLED_S = 2.0
 """Events that are younger are not kept: a file system may give two writes within this time the same timestamp."""
@@ -76,6 +82,10 @@ class RunSummary:
         return derive_state(self.facts)
 
     @property
+    def word(self) -> Word:
+        return word_of(self.facts)
+
+    @property
     def progress(self) -> str:
         """The epoch of all epochs: `3/20`, or `3/?` for a run with a fixed number of steps; `-` before the first."""
         epoch = self.shown["epoch"]
@@ -84,7 +94,7 @@ class RunSummary:
     def as_json(self) -> dict[str, Any]:
         """Return the fields of `segapp status --json` and `segapp ls --json`; None if unknown."""
         info = self.folder.read_info()
-        process = self.folder.read_holder() or (info.process if info else None)
+        process = process_of(self.folder)
         is_over = self.facts.end_status == self.state
         return {
             "name": self.folder.name,
@@ -166,7 +176,9 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
     times = {
         **_fields(end, "reason", "exit_code"),
         "end_status": end.status if end else None,
-        **_fields(view.start, "acquired_s"),
+        **_fields(view.start, "acquired_s", "resumed_from_step"),
+        "has_started": view.start is not None,
+        "is_paused": view.is_paused,
         "last_s": view.last_s,
         "last_step_s": view.moved_s,
         "step_interval_s": view.step_interval_s,
@@ -272,19 +284,41 @@ def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[Run
     return [summarize(run.path, now_s) for run in run_folders(root, with_sweeps=True)]
 
 
+def looked_at_twice(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Return summaries in which a run is lost only if it writes nothing for `SECOND_LOOK_S`.
+
+    The age of its last event is a difference to the clock of another machine.
+    """
+    lost = {summary.folder.path: identity_of(summary.folder.events) for summary in summaries if summary.state == "lost"}
+    if lost:
+        time.sleep(SECOND_LOOK_S)
+
+    def again(summary: RunSummary) -> RunSummary:
+        events = summary.folder.events
+        if summary.folder.path not in lost or lost[summary.folder.path] == identity_of(events):
+            return summary
+        newest = summarize(summary.folder.path)
+        return summarize(summary.folder.path, newest.times["last_s"])
+
+    return [again(summary) for summary in summaries]
+
+
 def summary_of(folder: RunFolder, found: dict[str, dict[str, Any]], now_s: float) -> RunSummary:
     """Return the summary of a run from `facts_of` its events, its folder, and the present time."""
     times = found["times"]
     last_s, step_s = times["last_s"], times["last_step_s"]
     is_alive = is_trainer_alive(folder)
     age_s = event_age_s(folder.events, last_s, is_alive, now_s)
+    is_starting = starting_since(process_of(folder), is_alive, times["acquired_s"]) is not None
     facts = StateFacts(
         end_status=times["end_status"],
-        is_starting=starting_since(folder.read_holder(), is_alive, times["acquired_s"]) is not None,
+        is_starting=is_starting,
         is_trainer_alive=is_alive,
         event_age_s=age_s,
         step_age_s=None if step_s is None or age_s is None else age_s + max(0.0, last_s - step_s),
         step_interval_s=times["step_interval_s"],
+        is_paused=times["is_paused"],
+        is_resumed=times["has_started"] and (is_starting or times["resumed_from_step"] is not None),
     )
     return RunSummary(folder, **found, facts=facts)
 
@@ -321,7 +355,7 @@ def keep(folder: RunFolder, found: dict[str, Any], identity: list[int] | None) -
 
 
 _NOTHING = facts_of(View())
-_OPEN = ("live", "busy", "stale")
+_OPEN = ("live", "busy", "stale", "lost")
 """States that change without a change of a file."""
 
 

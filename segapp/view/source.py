@@ -12,7 +12,18 @@ from segapp.run.events import EventReader, StepColumn, StepRun
 from segapp.run.files import open_of_run
 from segapp.run.folder import FIRST_BATCH, RunFolder
 from segapp.run.lock import ProcessId
-from segapp.run.state import State, StateFacts, derive_state, event_age_s, is_trainer_alive, starting_since
+from segapp.run.state import (
+    OVER,
+    State,
+    StateFacts,
+    Word,
+    derive_state,
+    event_age_s,
+    is_trainer_alive,
+    process_of,
+    starting_since,
+    word_of,
+)
 from segapp.run.words import printable
 from segapp.view.history import LossHistory
 from segapp.view.view import EventFold, View
@@ -57,7 +68,7 @@ class Status:
     """The status of a run, which does not follow from its events only."""
 
     state: State
-    is_there: bool = True
+    word: Word
     age_s: float | None = None
     now_s: float = 0.0
     """Present time, Unix seconds; on the trainer's clock if its offset is known."""
@@ -74,12 +85,12 @@ class Status:
     @property
     def is_over(self) -> bool:
         """True if no trainer will answer a command."""
-        return not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
+        return self.word in OVER
 
     @property
     def has_old_numbers(self) -> bool:
-        """True if the numbers of the steps and of the devices are not of a process that trains."""
-        return self.is_over or self.starting_s is not None
+        """True if the numbers of the steps and of the devices are not of a process that is known to train."""
+        return self.is_over or self.starting_s is not None or self.word in ("stale", "lost")
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ class _TrainerFacts:
     is_there: bool
     is_alive: bool | None
     process: ProcessId | None
-    """The holder of the folder, else the process that created it."""
+    """Result of `process_of`."""
 
 
 class LiveSource:
@@ -110,6 +121,7 @@ class LiveSource:
         self._num_read = 0
         self._is_caught_up = False
         self._is_void = False
+        self._opened = monotonic()
         self._arrived: float | None = None
         self._step_arrived: float | None = None
         self._trainer: _TrainerFacts | None = None
@@ -163,33 +175,39 @@ class LiveSource:
         """Return the facts from which the state is derived.
 
         After an event has arrived, ages are counted from its arrival, so they do not depend on the trainer's clock.
+        Before the first arrival from another machine, they are counted from the opening.
         """
-        view, trainer, now_s = self.view, self._trainer_facts(), self._monotonic()
+        view, trainer, now_s, taken_s = self.view, self._trainer_facts(), self._monotonic(), self._taken_s()
         age_s = event_age_s(self.folder.events, view.last_s, trainer.is_alive, self._clock())
-        age_s = age_s if self._arrived is None else max(0.0, now_s - self._arrived)
+        if self._arrived is not None or (trainer.is_alive is None and age_s is not None):
+            age_s = max(0.0, now_s - (self._opened if self._arrived is None else self._arrived))
         step_age_s = None
         if view.moved_s is not None and view.last_s is not None and age_s is not None:
             step_age_s = age_s + max(0.0, view.last_s - view.moved_s)
             step_age_s = step_age_s if self._step_arrived is None else max(0.0, now_s - self._step_arrived)
         return StateFacts(
             end_status=view.end.status if view.end is not None else None,
-            is_starting=self._taken_s() is not None,
+            is_starting=taken_s is not None,
             is_trainer_alive=trainer.is_alive,
             event_age_s=age_s,
             step_age_s=step_age_s,
             step_interval_s=view.step_interval_s,
+            is_paused=view.is_paused,
+            is_resumed=view.start is not None and (taken_s or view.start.resumed_from_step) is not None,
+            is_there=trainer.is_there,
+            is_read=self._is_caught_up or self._reader.num_bytes_left == 0,
         )
 
     def status(self) -> Status:
         now_s, facts, trainer = self._clock(), self.facts(), self._trainer_facts()
         skew_s = self._skew_s(now_s)
         left = self._reader.num_bytes_left
-        is_reading = left > 0 and not self._is_caught_up
+        is_reading = not facts.is_read
         process, state, view, taken_s = trainer.process, derive_state(facts), self.view, self._taken_s()
         began_s = view.start.t if view.start is not None and view.moved_s is None else None
         return Status(
             state="busy" if is_reading else state,  # the end may be in what is not read yet
-            is_there=trainer.is_there,
+            word=word_of(facts),
             age_s=facts.event_age_s,
             now_s=now_s + skew_s,
             loaded_frac=self._num_read / (self._num_read + left) if is_reading else 1.0,
@@ -197,7 +215,7 @@ class LiveSource:
             pid=process.pid if process else None,
             skew_s=skew_s,
             starting_s=taken_s or began_s if state in ("live", "busy") and not is_reading else None,
-            is_resumed=view.start is not None and (taken_s or view.start.resumed_from_step) is not None,
+            is_resumed=facts.is_resumed,
         )
 
     def _taken_s(self) -> float | None:
@@ -217,12 +235,11 @@ class LiveSource:
         now = self._monotonic()
         if self._trainer is None or now - self._trainer.checked_s >= 2.0:
             is_there = os.path.isdir(self.folder.path)
-            info = self.folder.read_info()
             self._trainer = _TrainerFacts(
                 now,
                 is_there,
                 is_alive=is_trainer_alive(self.folder) if is_there else False,
-                process=self.folder.read_holder() or (info.process if info else None),
+                process=process_of(self.folder),
             )
         return self._trainer
 

@@ -58,8 +58,6 @@ class Gpu0:
     pending: events.Gpu0Bsz | None = None
     changes: list[events.Gpu0Bsz] = field(default_factory=list)
     """The changes that were applied, canceled or reverted."""
-    previous: list[int | None] = field(default_factory=list)
-    """Earlier values, the latest last."""
 
     @property
     def last(self) -> events.Gpu0Bsz | None:
@@ -475,11 +473,12 @@ class EventFold:
         gpu0.changes.append(event)
         if event.status == "cancelled":
             return
+        if event.status == "applied" and event.new == gpu0.value:
+            return  # it was requested with another setting, and was in use
         if event.status == "applied":
-            gpu0.previous = [*gpu0.previous[-19:], event.old]
             gpu0.value = event.new
         else:
-            gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
+            gpu0.value = event.old
             reason = f": {event.reason}" if event.reason else ""
             text = f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
             self._raise(events.Alert(kind="reverted", message=text, t=event.t))

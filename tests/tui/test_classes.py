@@ -64,7 +64,7 @@ def test_pane_says_when_the_first_evaluation_comes(
     start = RunStart(classes=["road"], num_params=9, batch_size=8, epochs=7, steps_per_epoch=11, devices=[])
     view = View(start=start.model_copy(update={"steps": options.pop("steps", None)}), epoch=4, **options)
     view.step = Step(epoch=4, step=35, loss=0.5, lr=0.1, step_s=0.6, t=99.0)
-    assert first_evaluation(view, Status(status, now_s=100.0), settings) == wanted
+    assert first_evaluation(view, Status(status, status, now_s=100.0), settings) == wanted
 
 
 def test_rows_have_a_bar_a_number_and_a_change(view: View) -> None:

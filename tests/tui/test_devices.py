@@ -14,7 +14,7 @@ from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
 from segapp.view.view import EventFold, View
 
-LIVE = Status("live", now_s=150.0)
+LIVE = Status("live", "live", now_s=150.0)
 
 
 @pytest.fixture
@@ -155,9 +155,9 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     assert shown()[1] == "even was reverted"
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=None, epoch=4)
     view.epoch, view.step = 3, Step(epoch=3, step=50, loss=0.5, lr=0.1, eta_epoch_s=30.0, t=140.0)
-    assert shown() == ["3 → even  PENDING: epoch 4, in 20s", "split 3·5 → 4·4", "press u to cancel"]
+    assert shown() == ["3 → even  PENDING: epoch 4, in 20s", "split 3·5 → 4·4"]
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2, split=[2, 6])
-    assert shown(Status("crashed"))[:2] == ["3 → 2  PENDING: the next epoch", "split 3·5 → 2·6"]
+    assert shown(Status("crashed", "crashed"))[:2] == ["3 → 2  PENDING: the next epoch", "split 3·5 → 2·6"]
 
 
 def test_dialog_shows_the_memory_that_a_split_would_need(view: View) -> None:

@@ -13,7 +13,7 @@ from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 
-LIVE = Status("live", now_s=150.0, age_s=3.0, pid=7)
+LIVE = Status("live", "live", now_s=150.0, age_s=3.0, pid=7)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_first_line_leaves_out_the_least_important(view: View) -> None:
     known = f"segapp  a-run  * LIVE train  {about}  epoch 3/8  step 10/20  lr 5.0e-3"
     whole = f"{known}  weights lite.pth  bn_momentum 0.05  up 1m40s  read-only"
     assert line(len(whole)) == whole
-    parts = ("bn_momentum 0.05  ", "weights lite.pth  ", "up 1m40s  ", "  read-only", "  lr 5.0e-3", "  step 10/20")
-    for left_out in ("segapp  ", *parts, f"{about}  "):
+    parts = ("bn_momentum 0.05  ", "weights lite.pth  ", "up 1m40s  ", f"{about}  ", "  lr 5.0e-3", "  step 10/20")
+    for left_out in ("segapp  ", *parts, "  read-only"):
         before, whole = len(whole), whole.replace(left_out, "")
         assert line(before - 1) == whole
     assert line(len("a-run  * LIVE train")) == "a-run  * LIVE train"
@@ -65,13 +65,13 @@ def test_first_line_leaves_out_the_least_important(view: View) -> None:
     ("status", "is_paused", "phase", "shown"),
     [
         (LIVE, False, "eval", "* LIVE eval"),
-        (LIVE, True, "paused", "* PAUSED"),
-        (replace(LIVE, loaded_frac=0.9), True, "train", "* READING"),
-        (replace(LIVE, is_there=False), False, "train", "o GONE"),
-        (Status("finished"), False, "train", "o FINISHED"),
-        (Status("stale"), True, "train", "* STALE train"),
-        (Status("lost"), False, None, "* LOST"),
-        (Status("crashed"), True, "train", "o CRASHED"),
+        (replace(LIVE, word="paused"), True, "train", "* PAUSED"),
+        (replace(LIVE, word="reading", loaded_frac=0.9), True, "train", "* READING"),
+        (replace(LIVE, word="gone"), False, "train", "o GONE"),
+        (Status("finished", "finished"), False, "train", "o FINISHED"),
+        (Status("stale", "stale"), True, "train", "* STALE train"),
+        (Status("lost", "lost"), False, None, "* LOST"),
+        (Status("crashed", "crashed"), True, "train", "o CRASHED"),
     ],
 )
 def test_state_is_a_dot_a_word_and_the_phase(
@@ -96,12 +96,12 @@ def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
     view.evaluating = Evaluating(100.0, 120.0, 25, 100)
     line = ascii_text(header.progress_line(view, LIVE, 110).plain)
     assert line.startswith(f"eval {'=' * 5}{'.' * 15} 25/100 images ETA 30s   run ")
-    assert "eval" not in ascii_text(header.progress_line(view, replace(LIVE, state="crashed"), 110).plain)
+    assert "eval" not in ascii_text(header.progress_line(view, replace(LIVE, word="crashed"), 110).plain)
     view.evaluating, view.step, view.at_step = None, None, None
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.0, 0.0)
     view.epoch = None
     assert ascii_text(header.progress_line(view, LIVE, 110).plain).strip() == f"run {'.' * 30} 0.0%"
-    read = header.progress_line(View(), Status("busy", loaded_frac=0.5), 30).plain
+    read = header.progress_line(View(), Status("busy", "busy", loaded_frac=0.5), 30).plain
     assert read == "reading the history ━━━━━─────"
 
 
@@ -117,7 +117,7 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
     found = header.throughput_line(view, LIVE, 200)
     assert {found.plain[span.start : span.end]: span.style for span in found.spans}["25%"] == "$text-warning bold"
     assert ascii_text(header.throughput_line(View(), LIVE, 200).plain) == "no step yet"
-    for status in (Status("finished"), replace(LIVE, starting_s=145.0)):
+    for status in (Status("finished", "finished"), replace(LIVE, word="starting", starting_s=145.0)):
         last = header.throughput_line(view, status, 200)
         assert last.plain == f"last  {found.plain}"
         assert {span.style for span in last.spans} == {"$text-muted"}
@@ -125,27 +125,33 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
 
 def banner(view: View, status: Status, width: int, *unseen: Raised) -> Content | None:
     again = "to continue: `segapp train --resume 'my run'`"
-    return header.banner(view, status, width, unseen, run="'my run'", again=again, doing="importing torch, 6s")
+    return header.banner(
+        view, status, width, unseen, run="'my run'", again=again, doing="importing torch, 6s", cause="it left no trace"
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "end", "shown"),
     [
-        (replace(LIVE, is_there=False), None, "'my run': the run folder was removed; this is its last known state"),
-        (Status("crashed"), None,
-         "the trainer's process has died: trainer.log says why; to continue: `segapp train --resume 'my run'`"),
-        (Status("failed"), "disk full", "failed: disk full; to continue: `segapp train --resume 'my run'`"),
-        (Status("stopped"), "", "stopped: no reason given; to continue: `segapp train --resume 'my run'`"),
-        (Status("stale"), None, "the trainer is running but writes no events: it may be stuck"),
-        (Status("lost", host="box"), None,
-         "no events from the trainer on box, and its process cannot be checked from this host"),
-        (Status("lost"), None, "no events from the trainer, and its process cannot be checked from this host"),
-        (Status("finished"), "8 epochs", "best mIoU 0.476 at epoch 3 · segapp eval 'my run' · segapp report 'my run'"),
-        (replace(LIVE, starting_s=50.0, is_resumed=True), None,
+        (replace(LIVE, word="gone"), None, "'my run': the run folder was removed; this is its last known state"),
+        (Status("crashed", "crashed"), None,
+         "the trainer's process has died after step 50 (step 42 is saved): it left no trace; to continue: "
+         "`segapp train --resume 'my run'`"),
+        (Status("failed", "failed"), "disk full", "failed: disk full; to continue: `segapp train --resume 'my run'`"),
+        (Status("stopped", "stopped"), "", "stopped: no reason given; to continue: `segapp train --resume 'my run'`"),
+        (Status("stale", "stale"), None,
+         "the trainer is running but writes no events: it may be stuck; more: segapp docs hangs"),
+        (Status("lost", "lost", host="box"), None,
+         "no events from the trainer on box, and its process cannot be checked from this host: look for it there"),
+        (Status("lost", "lost"), None,
+         "no events from the trainer, and its process cannot be checked from this host: look for it there"),
+        (Status("finished", "finished"), "8 epochs",
+         "best mIoU 0.476 at epoch 3 · segapp eval 'my run' · segapp report 'my run'"),
+        (replace(LIVE, word="resuming", starting_s=50.0, is_resumed=True), None,
          "resuming from step 40: importing torch, 6s"),
-        (replace(LIVE, starting_s=51.0, is_resumed=True), None,
+        (replace(LIVE, word="resuming", starting_s=51.0, is_resumed=True), None,
          "resuming, last saved at step 42: importing torch, 6s"),
-        (replace(LIVE, starting_s=51.0), None, "starting: importing torch, 6s"),
+        (replace(LIVE, word="starting", starting_s=51.0), None, "starting: importing torch, 6s"),
         (LIVE, None, None),
     ],
 )  # fmt: skip
@@ -173,7 +179,7 @@ def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int,
     found = banner(view, LIVE, width, raised)
     assert found is not None
     assert found.plain == shown
-    assert banner(view, Status("stale"), width, raised) != found
+    assert banner(view, Status("stale", "stale"), width, raised) != found
     newer = Raised(Alert(kind="oom", message="out of memory", t=10.0), 1)
     view.alerts = {"hang": raised, "oom": newer}
     unseen = header.unseen_alerts(view, {"hang": 8.9})

@@ -226,10 +226,21 @@ def test_command_can_be_taken_back_for_three_seconds(fresh: RecordedRun, clock: 
             return sent(fresh)
 
         assert await after(1, "p") == []
-        assert said(app) == "pause in 3 s: u undoes it"
+        name = app.shown.name
+        assert said(app) == f"{name}: pause in 3 s: u takes it back"
         assert await after(2.9) == []
         assert await after(0, "u") == []
-        assert said(app) == "pause: taken back, not sent"
+        assert said(app) == f"{name}: pause: taken back, not sent"
+        assert await after(10) == []
+        await after(1, "p")
+        assert await after(1, "p") == [], "the second key wants the opposite of what is held"
+        assert said(app) == f"{name}: pause: taken back, not sent"
+        for shown in ("R", "question_mark"):
+            await after(1, "c")
+            await after(1, shown)
+            await after(0.9, "u")
+            await after(1, "escape")
+            assert said(app) == f"{name}: checkpoint: taken back, not sent", shown
         assert await after(10) == []
         await after(1, "S")
         await after(1, "x")
@@ -240,7 +251,7 @@ def test_command_can_be_taken_back_for_three_seconds(fresh: RecordedRun, clock: 
         assert await after(3) == ["stop", "checkpoint"], "the list of runs does not keep it"
         await after(1, "escape")
         await after(1, "c")
-        assert await after(1, "q") == ["stop", "checkpoint", "checkpoint"], "leaving sends it"
+        assert await after(0.1, "q") == ["stop", "checkpoint", "checkpoint"], "leaving sends it, also at once"
 
     run_screen(fresh, act, seconds=REAL_S)
 

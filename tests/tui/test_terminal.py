@@ -38,7 +38,7 @@ def test_q_exits_with_attach_hint_and_restores_the_terminal(fresh: RecordedRun, 
         shown.type("\x1a")
         shown.wait_for("needs a shell")  # ctrl+z without one does not stop the screen
         shown.type("c")
-        shown.wait_for("u undoes it")
+        shown.wait_for("u takes it back")
         time.sleep(2 * TYPING_S)  # faster keys are typed text
         shown.type("q")
         shown.wait_for("segapp attach")
@@ -46,7 +46,7 @@ def test_q_exits_with_attach_hint_and_restores_the_terminal(fresh: RecordedRun, 
         assert shown.modes() == shown.modes_before
         text = shown.output.decode()
     assert LEAVES in text
-    assert " (sent: checkpoint); to see it again" in text
+    assert " (checkpoint sent); to see it again" in text
     assert [received.text for received in drain_commands(fresh.folder.path)] == ["checkpoint"]
     codes = {code for found in re.findall(r"\x1b\[([\d;]*)m", text) for code in found.split(";")}
     assert {"49"} <= codes <= {"", "0", "1", "2", "7", "39", "49"}  # weight, reverse, and the terminal's own colors

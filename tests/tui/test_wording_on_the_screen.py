@@ -23,7 +23,7 @@ def test_evaluation_of_unknown_progress_only_begins(fresh: RecordedRun, fields: 
     view = folded(fresh)
     assert view.evaluating is not None
     assert view.evaluating.eta_s(fresh.clock.now_s) is None
-    line = header.progress_line(view, Status("busy", now_s=fresh.clock.now_s), 120).plain
+    line = header.progress_line(view, Status("busy", "busy", now_s=fresh.clock.now_s), 120).plain
     assert "eval" in line
     assert "begins" in line
 
@@ -33,10 +33,10 @@ def test_remaining_time_stands_still_while_paused(fresh: RecordedRun) -> None:
     for _ in range(3):
         fresh.beat("paused", 100.0)
     view = folded(fresh)
-    assert header.etas_s(view, Status("busy", now_s=fresh.clock.now_s)) == (None, None)
-    assert header.state_content(view, Status("live")).spans[0].style == "$text-warning bold"
+    assert header.etas_s(view, Status("busy", "busy", now_s=fresh.clock.now_s)) == (None, None)
+    assert header.state_content(view, Status("busy", "paused")).spans[0].style == "$text-warning bold"
     fresh.beat("train", 100.0)
-    etas_s = header.etas_s(folded(fresh), Status("live", now_s=fresh.clock.now_s + 7))
+    etas_s = header.etas_s(folded(fresh), Status("live", "live", now_s=fresh.clock.now_s + 7))
     assert etas_s == (None, pytest.approx(1000 - 100 - 7))  # 100 s passed before the pause began
 
 
@@ -65,12 +65,12 @@ def test_answer_is_one_line_above_the_keys(fresh: RecordedRun) -> None:
         await press(app, pilot, "4")
         before = screen_text(app).splitlines()
         await press(app, pilot, "c")
-        assert screen_text(app).splitlines()[-2].strip() == "sent: checkpoint"
+        assert screen_text(app).splitlines()[-2].strip() == f"{app.shown.name}: checkpoint sent"
         sent = drain_commands(fresh.folder.path)[0]
         fresh.write(CommandAnswer(id=sent.id, command="checkpoint", by="me@box", status="applied"))
         await settle(app, pilot)
         rows = screen_text(app).splitlines()
-        assert rows[-2].strip() == "checkpoint applied"
+        assert rows[-2].strip() == f"{app.shown.name}: checkpoint applied"
         assert sum("checkpoint" in row for row in rows) == 2, "it stands in the events, and once as an answer"
         differing = [i for i, (old, new) in enumerate(zip(before, rows, strict=True)) if old != new]
         assert all(i == 0 or "me@box" in rows[i] or i == 22 for i in differing), "nothing else is covered"

@@ -162,7 +162,7 @@ DAMAGES = {
     "digit": flipped,
     "zeros": lambda text: bytes(len(text)),
     "list": lambda text: b"[]",
-    "version": lambda text: text.replace(b'"identity": [7,', b'"identity": [3,'),
+    "version": lambda text: text.replace(b'"identity": [8,', b'"identity": [3,'),
 }
 
 

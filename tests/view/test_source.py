@@ -63,8 +63,7 @@ def test_removed_folder_keeps_the_last_view(tmp_path: Path) -> None:
     shutil.rmtree(run.folder.path)
     read_all(source)
     status = source.status()
-    assert not status.is_there
-    assert status.is_over
+    assert (status.word, status.is_over) == ("gone", True)
     assert source.view.history.size == 25
     other = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=5)
     other.train(3)

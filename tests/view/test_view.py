@@ -168,7 +168,7 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     run.write(Gpu0Bsz(status="applied", old=4, new=6, split=[6, 9, 9, 8], epoch=2, observed_mib=[1.0, 2.0, 3.0, 4.0]))
     run.write(CommandAnswer(id="0123456789ab", command="set gpu0_bsz=6", by="a@b", status="applied"))
     view = folded(run)
-    assert (view.gpu0.value, view.gpu0.previous, view.pending) == (6, [4], {})
+    assert (view.gpu0.value, view.pending) == (6, {})
     assert [mark.kind for mark in view.marks] == ["gpu0_bsz"]
     assert view.answers["0123456789ab"].status == "applied"
     assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
@@ -176,7 +176,7 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     reason = "out of memory on cuda:0"
     run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason=reason, checker=facts))
     view = folded(run)
-    assert (view.gpu0.value, view.gpu0.previous) == (4, [])
+    assert view.gpu0.value == 4
     assert "out of memory" in view.alerts["reverted"].last.message
     assert view.split_checker.check(6).level == "won't fit"
     assert view.split_checker.check(7).level == "won't fit"
@@ -213,7 +213,7 @@ def test_reverted_share_leaves_the_earlier_values(tmp_path: Path) -> None:
     for old, applied in ((5, 3), (3, 4), (4, 2)):
         run.write(Gpu0Bsz(status="applied", old=old, new=applied, epoch=2))
     run.write(Gpu0Bsz(status="reverted", old=4, new=2, split=[4, 10, 9, 9], epoch=2, reason="out of memory"))
-    assert (folded(run).gpu0.value, folded(run).gpu0.previous) == (4, [5, 3])
+    assert folded(run).gpu0.value == 4
 
 
 def test_evaluation_ends_with_its_result(tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""The commands of one viewer of a run: from the moment they are held until they are answered, and how to undo them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from segapp.errors import CommandError
+from segapp.run.commands import (
+    CancelCommand,
+    Command,
+    PauseCommand,
+    ResumeCommand,
+    SetCommand,
+    StopCommand,
+    format_command,
+)
+from segapp.run.events import CommandAnswer
+from segapp.run.words import duration
+from segapp.view.view import View
+
+_DEFAULTS: Mapping[str, Any] = {"gpu0_bsz": None, "lr_factor": 1.0, "recompute": "config"}
+_SHOWN_S = 2.0
+"""Time from which a command without an answer is shown as waiting."""
+
+
+@dataclass(eq=False)
+class Wish:
+    """A command of this viewer, and what has become of it."""
+
+    command: Command
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the settings that it changes, before it."""
+    id: str | None = None
+    """None while it is held."""
+    sent: float = 0.0
+    """When it was sent, on the monotonic clock."""
+    status: str = "held"
+    """held, sent, or the status of the last answer."""
+    is_undo: bool = False
+    """True if it takes back another one."""
+    is_undone: bool = False
+
+    @property
+    def text(self) -> str:
+        return format_command(self.command)
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in ("held", "sent", "accepted")
+
+
+def in_force(view: View, name: str) -> Any:
+    """Return the value of a setting that commands can change; a split that `shares` set is the list of its samples."""
+    if name in ("gpu0_bsz", "shares"):
+        by_shares, by_number = (view.changes.get(each) for each in ("shares", "gpu0_bsz"))
+        if by_shares is not None and (by_number is None or by_shares.t > by_number.t):
+            return list(view.split or ())
+        return "auto" if view.is_auto else view.gpu0.value
+    answer = view.changes.get(name)
+    return _DEFAULTS[name] if answer is None else (answer.changes or {})[name]
+
+
+class Wishes:
+    """The commands that one viewer has sent to one run, the newest last, and those that it still holds.
+
+    Args:
+        send: writes a command to the run, and returns its id.
+        clock: a monotonic clock.
+    """
+
+    def __init__(self, send: Callable[[Command], str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._send, self._clock = send, clock
+        self._wishes: list[Wish] = []
+
+    @property
+    def held(self) -> list[Wish]:
+        return [wish for wish in self._wishes if wish.status == "held"]
+
+    def hold(self, command: Command, view: View, *, is_undo: bool = False) -> None:
+        names = command.changes if isinstance(command, SetCommand) else ()
+        self._wishes.append(Wish(command, {name: in_force(view, name) for name in names}, is_undo=is_undo))
+
+    def drop_held(self, *kinds: type) -> list[Wish]:
+        """Take back what is held, or only commands of some kinds; return what that was."""
+        gone = [wish for wish in self.held if not kinds or isinstance(wish.command, kinds)]
+        self._wishes = [wish for wish in self._wishes if wish not in gone]
+        return gone
+
+    def send_held(self) -> list[tuple[Wish, str | None]]:
+        """Send what is held; return each command with the reason why it could not be sent, None if it was."""
+        found: list[tuple[Wish, str | None]] = []
+        for wish in self.held:
+            try:
+                wish.id, wish.sent, wish.status = self._send(wish.command), self._clock(), "sent"
+                found.append((wish, None))
+            except CommandError as error:
+                self._wishes.remove(wish)
+                found.append((wish, str(error)))
+        return found
+
+    def take_answers(self, view: View) -> list[CommandAnswer]:
+        """Note the answers that have arrived since the last call, and return them."""
+        found = []
+        for wish in self._wishes:
+            answer = None if wish.id is None else view.answers.get(wish.id) or view.pending.get(wish.id)
+            if answer is not None and wish.is_open and answer.status != wish.status:
+                wish.status = answer.status
+                wish.is_undone &= answer.status != "applied"  # a cancel that came too late
+                found.append(answer)
+        return found
+
+    def is_pause_wanted(self, view: View) -> bool:
+        """Return True if the run is paused, or will be when the newest wish is fulfilled."""
+        kinds = (PauseCommand, ResumeCommand)
+        newest = next(
+            (wish for wish in reversed(self._wishes) if wish.is_open and isinstance(wish.command, kinds)), None
+        )
+        return view.is_paused if newest is None else isinstance(newest.command, PauseCommand)
+
+    def waiting(self, view: View) -> str:
+        """Return the newest command without a final answer in words, empty without one: `pause, 25 s`."""
+        wish = next((each for each in reversed(self._wishes) if each.is_open and each.status != "held"), None)
+        if wish is None or (since_s := self._clock() - wish.sent) < _SHOWN_S:
+            return ""
+        waits_for_epoch = isinstance(wish.command, SetCommand) or wish.command == StopCommand(when="epoch")
+        if wish.status == "accepted" and waits_for_epoch:
+            reason = ": resume first" if view.is_paused else ""
+            return f"{wish.text} after epoch {view.epoch or 1}{reason}"
+        return f"{wish.text}, {duration(since_s)}"
+
+    def undo(self, view: View) -> str | None:
+        """Hold the command that takes back the last one of this viewer; return the problem if there is none."""
+        last = next((wish for wish in reversed(self._wishes) if not wish.is_undo and wish.id is not None), None)
+        if last is None:
+            return "nothing to take back: this view has sent no command"
+        if last.is_undone or last.status in ("rejected", "cancelled"):
+            return f"nothing to take back: {last.text} was {'taken back' if last.is_undone else last.status}"
+        command, problem = _undoing(last, view)
+        if command is None:
+            return problem
+        last.is_undone = True
+        self.hold(command, view, is_undo=True)
+        return None
+
+
+def _undoing(last: Wish, view: View) -> tuple[Command | None, str]:
+    """Return the command that takes back another one; None with the reason if that is impossible."""
+    command, is_open = last.command, last.is_open
+    if isinstance(command, PauseCommand | ResumeCommand):
+        opposite = ResumeCommand() if isinstance(command, PauseCommand) else PauseCommand()
+        is_changed = not is_open and view.is_paused != isinstance(command, PauseCommand)
+        return (None, f"{last.text} is not in force any more") if is_changed else (opposite, "")
+    if is_open and (isinstance(command, SetCommand) or command == StopCommand(when="epoch")):
+        return CancelCommand(id=last.id), ""
+    if not isinstance(command, SetCommand):
+        return None, f"{last.text} cannot be taken back"
+    for name, value in command.changes.items():
+        if in_force(view, name) != value:
+            by = view.changes[name].by if name in view.changes else "auto"
+            return None, f"{name} was changed by {by} since: {last.text} is not in force any more"
+    before = {("shares" if isinstance(value, list) else name): value for name, value in last.before.items()}
+    return SetCommand.model_validate(before), ""

@@ -1,0 +1,190 @@
+"""The commands of a viewer, until they are answered, and how the last one is taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from segapp.errors import CommandError
+from segapp.run.commands import Command, format_command, parse_command
+from segapp.run.events import CommandAnswer, Gpu0Bsz
+from segapp.view.view import EventFold, View
+from segapp.view.wishes import Wishes, in_force
+
+
+class Viewer:
+    """A view of a run in epoch 315 with three devices, its wishes, and a trainer that answers when it is asked to."""
+
+    def __init__(self) -> None:
+        self.now_s, self.sent = 100.0, list[Command]()
+        self.view = View(epoch=315, split=(2, 3, 3))
+        self.wishes = Wishes(self._send, lambda: self.now_s)
+
+    def _send(self, command: Command) -> str:
+        self.sent.append(command)
+        return f"{len(self.sent):012x}"
+
+    @property
+    def texts(self) -> list[str]:
+        return list(map(format_command, self.sent))
+
+    def send(self, text: str) -> str:
+        self.wishes.hold(parse_command(text), self.view)
+        self.wishes.send_held()
+        return f"{len(self.sent):012x}"
+
+    def answer(self, command_id: str, command: str, status: str, by: str = "me@here", **more: Any) -> None:
+        event = CommandAnswer(id=command_id, command=command, by=by, status=status, t=self.now_s, **more)  # type: ignore[arg-type]
+        EventFold(self.view).add([event.model_dump()])
+        self.wishes.take_answers(self.view)
+
+    def apply(self, text: str, by: str = "me@here") -> None:
+        """Send a command, or let another viewer send one, and answer it as applied."""
+        command, self.now_s = parse_command(text), self.now_s + 1
+        command_id = self.send(text) if by == "me@here" else "f" * 12
+        changes = getattr(command, "changes", None)
+        if changes is not None and "gpu0_bsz" in changes:
+            change = Gpu0Bsz(status="applied", old=self.view.gpu0.value, new=changes["gpu0_bsz"], t=self.now_s)
+            EventFold(self.view).add([change.model_dump()])
+        self.answer(command_id, text, "applied", by, changes=changes)
+
+    def undo(self) -> str | None:
+        problem = self.wishes.undo(self.view)
+        self.wishes.send_held()
+        return problem
+
+
+@pytest.fixture
+def viewer() -> Viewer:
+    return Viewer()
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "undone_by"),
+    [
+        ("pause", "sent", "resume"),
+        ("pause", "applied", "resume"),
+        ("resume", "applied", "pause"),
+        ("set gpu0_bsz=1", "sent", "cancel 000000000002"),
+        ("set lr_factor=0.25", "accepted", "cancel 000000000002"),
+        ("stop epoch", "accepted", "cancel 000000000002"),
+        ("set gpu0_bsz=1", "applied", "set gpu0_bsz=4"),
+        ("set lr_factor=0.25", "applied", "set lr_factor=1.0"),
+        ("set recompute=all lr_factor=2", "applied", "set lr_factor=1.0 recompute=config"),
+    ],
+)
+def test_last_command_is_taken_back_once(viewer: Viewer, text: str, status: str, undone_by: str) -> None:
+    viewer.apply("set gpu0_bsz=4")
+    if status == "applied":
+        viewer.apply(text)
+    else:
+        command_id = viewer.send(text)
+        if status == "accepted":
+            viewer.answer(command_id, text, "accepted")
+    assert viewer.undo() is None
+    assert viewer.texts[2:] == [undone_by]
+    assert viewer.undo() == f"nothing to take back: {viewer.texts[1]} was taken back"
+    assert len(viewer.sent) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "problem"),
+    [
+        ("checkpoint", "sent", "checkpoint cannot be taken back"),
+        ("checkpoint", "applied", "checkpoint cannot be taken back"),
+        ("stop", "sent", "stop cannot be taken back"),
+        ("stop epoch", "applied", "stop epoch cannot be taken back"),
+        ("set gpu0_bsz=9", "rejected", "nothing to take back: set gpu0_bsz=9 was rejected"),
+        ("set lr_factor=9", "cancelled", "nothing to take back: set lr_factor=9.0 was cancelled"),
+    ],
+)
+def test_what_cannot_be_taken_back_is_said(viewer: Viewer, text: str, status: str, problem: str) -> None:
+    viewer.apply("set lr_factor=0.5")
+    command_id = viewer.send(text)
+    if status != "sent":
+        viewer.answer(command_id, text, status)
+    assert viewer.undo() == problem
+    assert len(viewer.sent) == 2
+
+
+def test_commands_of_others_are_not_taken_back(viewer: Viewer) -> None:
+    viewer.apply("set gpu0_bsz=1", by="other@there")
+    assert viewer.undo() == "nothing to take back: this view has sent no command"
+    viewer.apply("set lr_factor=0.5")
+    viewer.apply("set lr_factor=3", by="other@there")
+    assert viewer.undo() == "lr_factor was changed by other@there since: set lr_factor=0.5 is not in force any more"
+    viewer.apply("pause")
+    viewer.apply("resume", by="other@there")
+    assert viewer.undo() == "pause is not in force any more"
+    assert viewer.texts == ["set lr_factor=0.5", "pause"]
+
+
+def test_command_applied_before_its_cancel_can_be_taken_back(viewer: Viewer) -> None:
+    viewer.apply("set lr_factor=3")
+    command_id = viewer.send("set lr_factor=0.5")
+    assert viewer.undo() is None
+    viewer.answer(command_id, "set lr_factor=0.5", "applied", changes={"lr_factor": 0.5})
+    viewer.answer(f"{3:012x}", f"cancel {command_id}", "rejected")
+    assert viewer.undo() is None
+    assert viewer.texts[2:] == [f"cancel {command_id}", "set lr_factor=3.0"]
+
+
+def test_split_of_shares_comes_back_as_shares(viewer: Viewer) -> None:
+    viewer.apply("set shares=2,3,3", by="other@there")
+    assert in_force(viewer.view, "gpu0_bsz") == [2, 3, 3]
+    viewer.apply("set gpu0_bsz=4")
+    assert viewer.undo() is None
+    assert viewer.texts[-1] == "set shares=2,3,3"
+
+
+def test_toggle_follows_the_newest_wish(viewer: Viewer) -> None:
+    """Held, then sent, then as the run is."""
+    assert not viewer.wishes.is_pause_wanted(viewer.view)
+    viewer.wishes.hold(parse_command("pause"), viewer.view)
+    viewer.wishes.hold(parse_command("checkpoint"), viewer.view)
+    assert viewer.wishes.is_pause_wanted(viewer.view)
+    assert [wish.text for wish in viewer.wishes.drop_held(type(parse_command("pause")))] == ["pause"]
+    assert [wish.text for wish in viewer.wishes.held] == ["checkpoint"]
+    viewer.wishes.drop_held()
+    viewer.apply("pause")
+    assert viewer.wishes.is_pause_wanted(viewer.view)
+    command_id = viewer.send("resume")
+    assert not viewer.wishes.is_pause_wanted(viewer.view)
+    viewer.answer(command_id, "resume", "rejected")
+    assert viewer.wishes.is_pause_wanted(viewer.view), "it is still paused"
+
+
+def test_newest_open_command_is_shown_until_it_is_answered(viewer: Viewer) -> None:
+    first = viewer.send("set lr_factor=0.5")
+    viewer.answer(first, "set lr_factor=0.5", "accepted")
+    viewer.now_s += 1.5
+    assert viewer.wishes.waiting(viewer.view) == ""
+    viewer.now_s += 1
+    assert viewer.wishes.waiting(viewer.view) == "set lr_factor=0.5 after epoch 315"
+    stop = viewer.send("stop epoch")
+    viewer.answer(stop, "stop epoch", "accepted")
+    viewer.view.is_paused = True
+    viewer.now_s += 25
+    assert viewer.wishes.waiting(viewer.view) == "stop epoch after epoch 315: resume first"
+    pause = viewer.send("pause")
+    viewer.now_s += 25
+    assert viewer.wishes.waiting(viewer.view) == "pause, 25s"
+    viewer.answer(pause, "pause", "applied")
+    viewer.answer(stop, "stop epoch", "cancelled")
+    viewer.view.is_paused = False
+    assert viewer.wishes.waiting(viewer.view) == "set lr_factor=0.5 after epoch 315"
+    viewer.answer(first, "set lr_factor=0.5", "applied", changes={"lr_factor": 0.5})
+    assert viewer.wishes.waiting(viewer.view) == ""
+
+
+def test_command_that_cannot_be_written_is_no_wish(viewer: Viewer) -> None:
+    def refuse(command: Command) -> str:
+        raise CommandError("no inbox")
+
+    wishes = Wishes(refuse)
+    wishes.hold(parse_command("pause"), viewer.view)
+    ((wish, problem),) = wishes.send_held()
+    assert (wish.text, problem) == ("pause", "no inbox")
+    assert not wishes.is_pause_wanted(viewer.view)
+    assert wishes.undo(viewer.view) == "nothing to take back: this view has sent no command"
