@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -96,6 +97,14 @@ def duration(seconds: float | None) -> str:
     if seconds < 86_400:
         return f"{seconds // 3600}h{seconds % 3600 // 60:02}m"
     return f"{min(seconds // 86_400, 9999)}d{seconds % 86_400 // 3600:02}h"
+
+
+def clock_time(t_s: float, now_s: float, form: str = "%H:%M", far: str = "%d %b %H:%M") -> str:
+    """Return a time on this machine's clock as 23:40, or with its day if it is 24 hours away: 03 Dec 23:40."""
+    try:
+        return time.strftime(form if abs(now_s - t_s) < 86_400 else far, time.localtime(t_s))
+    except (OverflowError, ValueError, OSError):
+        return "--:--"
 
 
 def age(seconds: float | None) -> str:

@@ -20,7 +20,8 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.content import Content
-from textual.geometry import Size
+from textual.geometry import Offset, Size
+from textual.markup import MarkupError
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
@@ -31,14 +32,23 @@ from segapp.run.commands import (
     Command,
     PauseCommand,
     ResumeCommand,
-    SetCommand,
     StopCommand,
+    format_command,
 )
 from segapp.run.folder import RunFolder, find_run, is_sweep
-from segapp.run.words import printable
+from segapp.run.words import clock_time, plural, printable
 from segapp.tui import header, keys, layout
 from segapp.tui.devices import why_no_split
-from segapp.tui.dialogs import CHOICES, Choice, ChoiceScreen, Gpu0Screen, HelpScreen, ScrolledDialog, StopScreen
+from segapp.tui.dialogs import (
+    CHOICES,
+    Choice,
+    ChoiceScreen,
+    HelpScreen,
+    LogScreen,
+    ScrolledDialog,
+    SettingScreen,
+    StopScreen,
+)
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.shown_run import Severity, ShownRun
 from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up, set_up_themes
@@ -47,7 +57,7 @@ from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
-from segapp.view.wording import LogLine, chosen, event_text, finished_line, setup
+from segapp.view.wording import LogLine, chosen, event_text, finished_line, in_full, setup
 
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
@@ -106,6 +116,8 @@ class MonitorApp(App[None]):
         self.sent_on_leaving: list[str] = []
         """What was done with the commands that were still held when the user left."""
         self._send_at_s = self._typed_s = self._said_until_s = 0.0
+        self._pressed_at, self._has_dragged = Offset(), False
+        self._was_over = True
         set_up_themes(self)
 
     def get_default_screen(self) -> Screen[None]:
@@ -171,6 +183,9 @@ class MonitorApp(App[None]):
         if self.shown.has_trainer_ended():
             self.exit()
             return
+        was_over, self._was_over = self._was_over, self.status().is_over
+        if self._was_over and not was_over:
+            self.bell()
         if monotonic() >= self._send_at_s:
             self._send_held()
         for message in self.shown.take_answers():
@@ -202,7 +217,7 @@ class MonitorApp(App[None]):
         self._send_held()
         source = LiveSource(folder)
         self.shown = ShownRun(source)
-        self._is_starting = None
+        self._is_starting, self._was_over = None, True
         self.chart.metric = "loss"
         self.apply_layout()
         self.tick()
@@ -299,7 +314,9 @@ class MonitorApp(App[None]):
         """Show a message about a command, with the run's name: another run or the list may be shown by now."""
         self.say(f"{self.shown.name}: {text}", severity)
 
-    def notify(self, message: str, *, severity: Severity = "information", **_: Any) -> None:
+    def notify(self, message: str, *, severity: Severity = "information", markup: bool = True, **_: Any) -> None:
+        with contextlib.suppress(MarkupError):
+            message = Content.from_markup(message).plain if markup else message
         self.say(message, severity)
 
     def action_pane(self, name: str) -> None:
@@ -361,27 +378,30 @@ class MonitorApp(App[None]):
         """Show the event selected in the log, or else the banner's, or else the newest, in full."""
         selected = self.columns.events.selected if self.pane == "events" else None
         event = self.shown.notable_event()
-        if selected is not None:
+        if self.pane == "classes" and (of_class := self.columns.table.details()) is not None:
+            self.push_screen(ScrolledDialog("Class", of_class, is_wide=True))
+        elif selected is not None:
             self._show_line(selected)
         elif event is not None:
-            self._show_line(LogLine(event.t, "", "", event))
+            found = (line for line in reversed(self.view.log) if line.event is event)
+            self._show_line(next(found, LogLine(event.t, event.type, "", event)))
 
     def _show_line(self, line: LogLine) -> None:
-        text = event_text(line.event) if line.event else f"{line.kind} {line.text}"
-        self.push_screen(ScrolledDialog("Event", Content(text), is_wide=True))
+        """Show a line of the log in full: when it was written, what it says, and the other fields of its event."""
+        when = clock_time(line.t, math.inf, far="%d %b %Y %H:%M:%S")
+        fields = event_text(line.event) if line.event else ""
+        text = Content.assemble((f"{when}\n", "$text-muted"), f"{in_full(line)}\n", (f"\n{fields}", "$text-muted"))
+        self.push_screen(ScrolledDialog(f"Event: {line.kind}", text, is_wide=True))
 
     def action_seen(self) -> None:
         if self.shown.acknowledge():
             self.show_view()
 
     def action_escape(self) -> None:
-        """Close the first open thing of: a search, the zoom, the alert."""
-        if any(search.close() for search in (self.columns.events.search, self.columns.table.search)):
-            pass
-        elif self.is_zoomed:
+        """Close the first open thing of: a search, the zoom."""
+        is_closed = any(search.close() for search in (self.columns.events.search, self.columns.table.search))
+        if self.is_zoomed and not is_closed:
             self.action_zoom()
-        else:
-            self.action_seen()
         self.show_view()
 
     def action_config(self) -> None:
@@ -420,6 +440,9 @@ class MonitorApp(App[None]):
 
     async def on_event(self, event: events.Event) -> None:
         """Handle an event; a key of typed text sends nothing, and a command is handled before the next key is read."""
+        if isinstance(event, events.MouseDown | events.MouseUp) and not event.is_forwarded:
+            self._has_dragged = isinstance(event, events.MouseUp) and event.screen_offset != self._pressed_at
+            self._pressed_at = event.screen_offset
         is_text = isinstance(event, events.Key) and (event.is_printable or event.key == "enter")
         if not is_text or event.is_forwarded:
             await super().on_event(event)
@@ -433,7 +456,7 @@ class MonitorApp(App[None]):
         now_s = monotonic()
         gap_s, self._typed_s = now_s - self._typed_s, now_s
         if isinstance(self.focused, Input):
-            return key == "enter" and gap_s < PASTED_S and isinstance(self.screen, Gpu0Screen)
+            return key == "enter" and gap_s < PASTED_S and isinstance(self.screen, SettingScreen)
         if gap_s >= TYPING_S or isinstance(self.screen, ScrolledDialog):
             return False
         if self.shown.wishes.held and key == "q":
@@ -444,15 +467,15 @@ class MonitorApp(App[None]):
             self.say(f"{key} was part of typed text and did nothing: press it again", "warning")
         return key in (*keys.TYPED, *CHOICES)
 
-    def _refuses(self, command: Command) -> bool:
-        refusal = self.shown.refusal(command, is_readonly=self.readonly)
+    def _refuses(self, text: str) -> bool:
+        refusal = self.shown.refusal(text, is_readonly=self.readonly)
         if refusal is not None:
             self.say(refusal, "warning")
         return refusal is not None
 
     def send(self, command: Command | None) -> None:
         """Send a command in some seconds, unless it is taken back."""
-        if command is not None and not self._refuses(command):
+        if command is not None and not self._refuses(format_command(command)):
             self.shown.wishes.hold(command, self.view)
             self._announce()
 
@@ -488,11 +511,29 @@ class MonitorApp(App[None]):
             os.killpg(os.getpgrp(), signal.SIGTSTP)
 
     def action_help_quit(self) -> None:
-        """On ctrl+c, ask how to stop, like `S`; if the view cannot stop the run, say how to leave."""
-        if self.readonly or self.status().is_over:
-            self.say("press q to leave")
+        """On ctrl+c, ask how to stop, like `S`; if the screen cannot stop the run, say how to leave."""
+        if self._has_dragged:  # the user wants to copy
+            self._has_dragged = False
+            self.say("nothing was copied: there is no text in the selection")
+        elif not isinstance(self.screen, RunScreen) or self.readonly or self.status().is_over:
+            self.say(f"press {'q' if self.screen.id else 'esc'} to leave")
         else:
             self.action_stop()
+
+    def copy_to_clipboard(self, text: str) -> None:
+        if text:
+            super().copy_to_clipboard(text)
+            self.say(f"copied {plural(len(text), 'character')}")
+        else:
+            self.screen.clear_selection()
+            self.say("nothing was copied: there is no text in the selection")
+
+    def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
+        """Save a picture of the screen, in the current folder unless another one is given."""
+        try:
+            self.say(f"saved {os.path.abspath(self.save_screenshot(filename, path))}")
+        except OSError as error:
+            self.say(f"no picture was saved in {path or os.getcwd()}: {error.strerror}", "error")
 
     def action_toggle_pause(self) -> None:
         """Want the opposite of the newest wish: what is held is dropped, and else a command is sent."""
@@ -509,16 +550,17 @@ class MonitorApp(App[None]):
         def stop(when: str | None) -> None:
             self.send(StopCommand.model_validate({"when": when}) if when else None)
 
-        if not self._refuses(StopCommand()):
+        if not self._refuses("stop"):
             self.push_screen(StopScreen(self.view, self.status()), stop)
 
-    def action_edit_gpu0(self) -> None:
-        """Ask for `gpu0_bsz`, or show why the batch of the run cannot be split."""
-        why = why_no_split(self.view)
-        if why is not None:
-            self.say(f"gpu0_bsz: {why}")
-        elif not self._refuses(SetCommand(gpu0_bsz=None)):
-            self.push_screen(Gpu0Screen(self.view), self.send)
+    def action_edit_setting(self) -> None:
+        """Ask for the value of a live setting: of the split first, if the run has one."""
+        of_split = () if why_no_split(self.view) is not None else ("gpu0_bsz", "shares")
+        if not self._refuses("set"):
+            self.push_screen(SettingScreen(self.view, (*of_split, "lr_factor", "recompute")), self.send)
+
+    def action_log(self) -> None:
+        self.push_screen(LogScreen(self.shown.source.folder.log))
 
     def action_undo(self) -> None:
         """Take back what is not sent yet, or else the last command of this view."""
@@ -581,7 +623,7 @@ def run_ui(
         how = printable("; ".join([*app.sent_on_leaving, *ended])) or "the training continues"
         text = f"left {shown.name} ({how}); to see it again: segapp attach {shown.argument}"
         with contextlib.suppress(OSError):
-            print(finished_line(shown.view.best_words, shown.argument) if status.state == "finished" else text)
+            print(finished_line(shown.view.best_words, shown.argument) if status.word == "finished" else text)
     return 0
 
 

@@ -137,6 +137,11 @@ class LossChart(StripWidget):
         return (id(view), steps, len(view.vals), len(view.marks),
                 series.num_steps if series else 0, self.metric, self.is_log, self.content_size)  # fmt: skip
 
+    @property
+    def _is_schedule(self) -> bool:
+        """True for a curve without noise, whose average would only be late."""
+        return self.metric == "lr"
+
     def _plot_size(self) -> tuple[int, int]:
         """Return width and height of the plot in cells, without legend, labels and axis."""
         return self.content_size.width - GUTTER - 1, self.content_size.height - 2
@@ -179,13 +184,15 @@ class LossChart(StripWidget):
                 canvas.line(self._cell(mark.step, width), "┊", _MARK)
         canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale, _BAD)
+        for column in np.flatnonzero(raw.is_bad):
+            canvas.put(height - 1, int(column) // 2, "×", _BAD)
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
-        return [self._legend(width), *self._framed(canvas, scale, raw)]
+        return [self._legend(width), *self._framed(canvas, scale)]
 
-    def _framed(self, canvas: Canvas, scale: plot.Scale, raw: plot.CurveColumns) -> list[Strip]:
+    def _framed(self, canvas: Canvas, scale: plot.Scale) -> list[Strip]:
         labels = [label + "│" for label in plot.row_labels(scale, canvas.height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
-        axis = self._axis_line(raw, canvas.width).strips(styles, [" " * GUTTER + "└"])
+        axis = self._axis_line(canvas.width).strips(styles, [" " * GUTTER + "└"])
         return [*canvas.strips(styles, labels), *axis]
 
     def _message(self, text: str, style: int) -> Strip:
@@ -198,7 +205,7 @@ class LossChart(StripWidget):
         """Return the extremes and the average of the steps' values."""
         history = history or LossHistory(capacity=2)
         raw = self._reduced(history.step, history.low, history.high, history.is_bad)
-        values = history.average(history.usual_smoothing)
+        values = history.high if self._is_schedule else history.average(history.usual_smoothing)
         return raw, self._reduced(history.step, values, values, history.is_bad & np.isnan(values))
 
     def _joined(self, x: plot.Floats, y: plot.Floats) -> plot.CurveColumns:
@@ -214,7 +221,7 @@ class LossChart(StripWidget):
                 self._draw_point(canvas, scale, at_x, at_y, "◆", _VAL)
         if self._view.best is not None:
             is_best = self._curve.points[:, 0] == self._view.best.step
-            for step, value in self._curve.points[is_best][:1]:
+            for step, value, _ in self._curve.points[is_best][:1]:
                 if self._x_range[0] <= step <= self._x_range[1]:
                     self._draw_point(canvas, scale, float(step), float(value), "★", _BEST)
 
@@ -231,10 +238,10 @@ class LossChart(StripWidget):
             latest = f"mean e{of_epoch.epoch} {loss(of_epoch.mean)}" if is_loss else f"last {number(history.low[-1])}"
             parts.append((latest, _AXIS))
             factor = history.usual_smoothing
-            parts.append((f"smoothed {number(history.last_average(factor))} ({factor:g})", _AVERAGE))
-        if len(points):
-            epoch = f" e{self._view.vals[-1].epoch}" if self._view.vals else ""
-            parts.append((f"◆ val {number(float(points[-1, 1]))}{epoch}", _VAL))
+            if not self._is_schedule:
+                parts.append((f"smoothed {number(history.last_average(factor))} ({factor:g})", _AVERAGE))
+        for _, value, epoch in points[-1:].tolist():
+            parts.append((f"◆ val {number(value)} e{epoch:.0f}", _VAL))
         segments, left = [Segment(" " * (GUTTER + 1), self._style(_BLANK))], width
         for text, style in parts:
             if len(text) + 2 <= left or len(segments) == 1:
@@ -242,8 +249,7 @@ class LossChart(StripWidget):
                 left -= len(text) + 2
         return Strip(segments)
 
-    def _axis_line(self, raw: plot.CurveColumns, width: int) -> Canvas:
-        """Return the x axis with its labels, and a × at values that were not finite."""
+    def _axis_line(self, width: int) -> Canvas:
         line = Canvas(width, 1)
         line.text(0, "─" * width, _AXIS)
         end, previous = 0, ""
@@ -252,8 +258,6 @@ class LossChart(StripWidget):
             if label != previous and at >= end and at + len(label) < width:  # all are equal in a range of one step
                 line.text(at, label, _AXIS)
                 end, previous = at + len(label) + 1, label
-        for column in np.flatnonzero(raw.is_bad):
-            line.put(0, int(column) // 2, "×", _BAD)
         return line
 
     def _style(self, index: int) -> Style:
@@ -288,4 +292,4 @@ class RunsChart(LossChart, can_focus=False):
             canvas.curve(each, scale, _AVERAGE if each is columns[-1] else _RAW)
         for x, y in curves[-1].T[-1:]:
             self._draw_point(canvas, scale, x, y, "◆", _AVERAGE)
-        return self._framed(canvas, scale, columns[-1])
+        return self._framed(canvas, scale)

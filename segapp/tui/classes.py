@@ -141,7 +141,7 @@ class ClassesPane(Vertical):
         self._lines = LiteralText(classes="lines")
         self._box = _Rows(self._lines, id="class-lines")
         super().__init__(self.search, self._box, id="classes", classes="pane")
-        self.names: list[str] = []
+        self._rows: list[ClassRow] = []
         self.cursor: int | None = None
         """Index of the selected row; None before the first key."""
         self._shown: tuple[object, ...] = ()
@@ -163,12 +163,22 @@ class ClassesPane(Vertical):
             else classes_content(view, size, wanted=wanted, cursor=self.cursor)
         )
         self._lines.show(found)
-        self.names = [] if is_due else [row.name for row in class_rows(view, wanted)[0]]
+        self._rows = [] if is_due else class_rows(view, wanted)[0]
+
+    def details(self) -> Content | None:
+        """Return the whole name of the selected class and its scores in the last evaluation; None without one."""
+        last = None if self._view is None else self._view.vals.last
+        if self.cursor is None or self.cursor >= len(self._rows) or last is None:
+            return None
+        row = self._rows[self.cursor]
+        scores = {"IoU": last.iou, "precision": last.precision or (), "recall": last.recall or ()}
+        texts = [f"{name} {number(values[row.index])}" for name, values in scores.items() if row.index < len(values)]
+        return Content(f"{row.name}\nepoch {last.epoch}: {', '.join(texts)}")
 
     def action_move(self, by: int) -> None:
-        if not self.names or self._view is None:
+        if not self._rows or self._view is None:
             return
-        self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
+        self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self._rows) - 1)
         self.show(self._view, "")
         height = max(1, self._box.size.height)
         if self._lines.size.height > height:  # one column
@@ -176,5 +186,5 @@ class ClassesPane(Vertical):
             self._box.scroll_to(y=min(max(top, self.cursor - height + 1), self.cursor), animate=False)
 
     async def action_choose(self) -> None:
-        if self.cursor is not None and self.cursor < len(self.names):
-            await self.app.run_action(f"show_metric({CLASS + self.names[self.cursor]!r})")
+        if self.cursor is not None and self.cursor < len(self._rows):
+            await self.app.run_action(f"show_metric({CLASS + self._rows[self.cursor].name!r})")

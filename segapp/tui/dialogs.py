@@ -1,6 +1,7 @@
-"""The dialogs: a text such as the help page, a list of choices, how to stop, and `gpu0_bsz`."""
+"""The dialogs: a text such as the help page, a list of choices, how to stop, the log, and the live settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from textual import events
@@ -9,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, Log, OptionList, Static
 from textual.widgets.option_list import Option
 
 from segapp.errors import CommandError
@@ -17,9 +18,10 @@ from segapp.run.commands import SetCommand, parse_setting
 from segapp.run.words import dots, duration, memory_text, printable, share_text
 from segapp.tui.header import etas_s
 from segapp.tui.keys import Key, bindings
-from segapp.tui.widgets import drawable
-from segapp.view.source import Status
+from segapp.tui.widgets import SearchLine, drawable
+from segapp.view.source import LogTail, Status
 from segapp.view.view import View
+from segapp.view.wishes import in_force
 from segapp.view.wording import fit_cells
 
 _HELP = Key("app.help", "f1,question_mark,h", "", "show the keys, or close them")
@@ -27,6 +29,9 @@ _HELP = Key("app.help", "f1,question_mark,h", "", "show the keys, or close them"
 
 
 CHOICES = ("e", "x")
+
+_MAX_LOG_BYTES = 4 * 2**20
+"""The end of a log that is shown."""
 
 
 class ScrolledDialog(ModalScreen[None]):
@@ -160,38 +165,127 @@ class StopScreen(ChoiceScreen):
                 self.dismiss("")
 
 
-class Gpu0Screen(ModalScreen[SetCommand | None]):
-    """Asks for the images of the first device, and checks them at every key; closes with the command, or None."""
+class LogScreen(ModalScreen[None]):
+    """The log of a run: follows its end, and shows only the lines with a text."""
+
+    KEYS = (
+        Key("close", "escape,l,q", "", "close, or clear the search"),
+        Key("find", "slash", "", "find a text"),
+        Key("end", "end", "", "follow the last line", is_bound=False),
+        Key("app.undo", "u", "", "take back a command"),
+        _HELP,
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
+    AUTO_FOCUS = "#log-lines"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._tail = path, LogTail(path, _MAX_LOG_BYTES)
+        self._read: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -log") as box:
+            box.border_title = Content(printable(str(self._path)))
+            box.border_subtitle = Content("/ to find  end to follow  esc to close")
+            yield SearchLine("text in a line", id="log-search", lines="log-lines")
+            yield Log(id="log-lines")
+            yield Static("no line is written: with --plain, a training prints them on its terminal", markup=False)
+
+    def on_mount(self) -> None:
+        self._follow()
+        self.set_interval(0.5, self._follow)
+
+    def _follow(self) -> None:
+        new = self._tail.read()
+        self._read += new
+        self._write(new)
+        self.query_one(Static).display = not self._read
+
+    def _write(self, lines: Iterable[str]) -> None:
+        wanted = self.query_one(SearchLine).text.casefold()
+        found = (drawable(self, Content(line)).plain for line in lines if wanted in line.casefold())
+        self.query_one(Log).write_lines(found)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self.query_one(Log).clear()
+        self._write(self._read)
+
+    def action_find(self) -> None:
+        self.query_one(SearchLine).open()
+
+    def action_close(self) -> None:
+        if not self.query_one(SearchLine).close():
+            self.dismiss()
+
+
+class SettingScreen(ModalScreen[SetCommand | None]):
+    """Asks for the value of a live setting, and checks it at every key; closes with the command, or None.
+
+    `settings` are the names of the settings that the run can change, the first of them shown first.
+    """
 
     KEYS = (
         Key("dismiss", "escape", "", "close; nothing is sent"),
+        Key("setting(1)", "down", "", "the next setting"),
+        Key("setting(-1)", "up", "", "the setting before"),
         Key("submit", "enter", "", "send it", is_bound=False),
         _HELP,
     )
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
     AUTO_FOCUS = "Input"
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, settings: Sequence[str]) -> None:
         super().__init__()
-        self._view = view
-        self._hint = f"images of the first device, 0 to {sum(view.split or (0,))}, or even, or auto"
+        self._view, self._settings, self._at = view, settings, 0
+
+    @property
+    def _setting(self) -> str:
+        return self._settings[self._at]
+
+    @property
+    def _hint(self) -> str:
+        split = self._view.split or (0,)
+        return {
+            "gpu0_bsz": f"images of the first device, 0 to {sum(split)}, none (an even split), or auto",
+            "shares": f"images of each device, {sum(split)} in all, such as {','.join(map(str, split))}",
+            "lr_factor": "factor on the scheduled learning rate, above 0, at most 100",
+            "recompute": "off, all, or config (the blocks that train.recompute names)",
+        }[self._setting]
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog -setting") as box:
-            box.border_title = Content(f"gpu0_bsz is {share_text(self._view.gpu0.value)}")
-            box.border_subtitle = Content("enter to send  esc to close")
-            yield Input(placeholder=self._hint, compact=True)
-            yield Static(self._hint, classes="wrapped", id="verdict", markup=False)
+            box.border_subtitle = Content("enter to send  down for other settings  esc to close")
+            yield Input(compact=True)
+            yield Static(classes="wrapped", id="verdict", markup=False)
+
+    def on_mount(self) -> None:
+        self.action_setting(0)
+
+    def action_setting(self, by: int) -> None:
+        self._at = (self._at + by) % len(self._settings)
+        value = in_force(self._view, self._setting)
+        shown = dots(self._view.split) if self._setting == "shares" or isinstance(value, list) else share_text(value)
+        self.query_one(VerticalScroll).border_title = drawable(self, Content(f"{self._setting} is {shown}"))
+        self.query_one(Input).value = ""
+        self._show("")
 
     def check(self, text: str) -> tuple[SetCommand | None, str]:
-        """Return the command for a text, None if it cannot be sent, and the peaks that it would need or its problem."""
+        """Return the command for a text, None if it cannot be sent, and what it would do or its problem."""
         try:
-            command = parse_setting("gpu0_bsz", text)
+            command = parse_setting(self._setting, text)
         except CommandError as error:
             return None, str(error)
+        if command.lr_factor is not None:
+            now = in_force(self._view, "lr_factor")
+            return command, f"ok: the scheduled learning rate times {command.lr_factor:g}, now times {now:g}"
+        if command.recompute is not None:
+            return command, "ok; how much memory that saves is not predicted here: see segapp plan"
         if command.gpu0_bsz == "auto":
             return command, "the trainer chooses it from the measured memory"
-        checked = self._view.split_checker.check(command.gpu0_bsz)
+        checked = self._view.split_checker.check(command.gpu0_bsz, command.shares)
+        if checked.split is None:
+            return None, f"{checked.level}: {checked.reason}"
         peaks = [] if self._view.has_logical_devices else [memory_text(mib) for mib in checked.predicted_mib]
         predicted = f", peaks {', '.join(peaks)} GiB" if peaks else ""
         meaning = f"{checked.level}: split {dots(checked.split)}{predicted}; {checked.reason}"

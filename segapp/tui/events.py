@@ -5,9 +5,9 @@ import time
 from textual import events
 from textual.containers import Vertical
 from textual.content import Content
-from textual.widgets import OptionList
 
-from segapp.tui.widgets import SearchLine, drawable, set_title
+from segapp.run.words import clock_time
+from segapp.tui.widgets import SearchLine, SelectableList, drawable, set_title
 from segapp.view.view import View
 from segapp.view.wording import LogLine
 
@@ -67,7 +67,7 @@ class EventsPane(Vertical):
         return self._lines[at] if at is not None and at < len(self._lines) else None
 
 
-class _EventList(OptionList):
+class _EventList(SelectableList):
     """Keeps the newest line visible unless the cursor or the wheel has left it."""
 
     is_following = True
@@ -95,11 +95,5 @@ class _EventList(OptionList):
 def log_content(line: LogLine, now_s: float | None = None) -> Content:
     """Return a line of the log; with its date if older than a day."""
     now_s = time.time() if now_s is None else now_s
-    form = "%H:%M:%S" if abs(now_s - line.t) < 86_400 else "%d %b %H:%M"
-    try:
-        clock = time.strftime(form, time.localtime(line.t))
-    except (OverflowError, ValueError, OSError):
-        clock = "--:--:--"
-    return Content.assemble(
-        (f"{clock} ", "$text-muted"), (f"{line.kind:<6}", KIND_STYLES.get(line.kind, "")), line.text
-    )
+    clock = f"{clock_time(line.t, now_s, '%H:%M:%S')} "
+    return Content.assemble((clock, "$text-muted"), (f"{line.kind:<6}", KIND_STYLES.get(line.kind, "")), line.text)

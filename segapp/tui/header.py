@@ -11,6 +11,7 @@ from textual.content import Content
 
 from segapp.run.words import (
     age,
+    clock_time,
     duration,
     learning_rate,
     number,
@@ -19,7 +20,7 @@ from segapp.run.words import (
 )
 from segapp.tui.widgets import progress
 from segapp.view.source import Status
-from segapp.view.view import Evaluating, Raised, View
+from segapp.view.view import FACT_ALERTS, Evaluating, Raised, View
 from segapp.view.wording import clip, finished_line
 from segapp.view.wording import loss as loss_text
 
@@ -161,15 +162,18 @@ def progress_line(view: View, status: Status, width: int) -> Content:
         done, left = progress(status.loaded_frac, max(8, width // 3))
         return Content.assemble("reading the history ", (done, "$text-primary"), (left, "$text-muted"))
     epoch_eta_s, run_eta_s = etas_s(view, status)
-    bar_width = max(8, (width - 50) // 2)
+    bar_width = max(8, (width - 62) // 2)
     epoch, run = epoch_fraction(view), run_fraction(view)
     if view.evaluating is not None and not status.is_over:
         first = _evaluation(view, view.evaluating, status.now_s, max(8, bar_width - 10))
     else:
         first = _one_progress("epoch", epoch, epoch_eta_s, bar_width) if epoch is not None else Content("")
+    here_s = status.now_s - status.skew_s
+    ends = "" if run_eta_s is None else f"ends {clock_time(here_s + run_eta_s, here_s)}"
     parts = [
         LinePart(1, first),
         LinePart(0, _one_progress("run", run, run_eta_s, bar_width)) if run is not None else None,
+        LinePart(2, ends, "$text-muted"),
     ]
     return fit_parts(parts, width, gap=3)
 
@@ -229,11 +233,6 @@ def device_kind(device: str | None) -> str:
     return "CPU" if device is not None and device.startswith("cpu") else "GPU"
 
 
-def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
-    """Return the alerts that are newer than the last seen one of their kind, the newest last."""
-    return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
-
-
 def banner(
     view: View, status: Status, width: int, unseen: Sequence[Raised], *, run: str, again: str, doing: str, cause: str
 ) -> Content | None:
@@ -290,12 +289,15 @@ def _from_where(view: View, status: Status) -> str:
 
 def _alert(unseen: Sequence[Raised], width: int) -> Content:
     raised = unseen[-1]
-    times = f" ({raised.times} times)" if raised.times > 1 else ""
+    is_fact = raised.last.kind in FACT_ALERTS
+    times = f" ({raised.times} times)" if raised.times > 1 and not is_fact else ""
     others = f"  {len(unseen) - 1} more" if len(unseen) > 1 else ""
     text, hint = (
         f"{printable(raised.last.kind)}{times}: {printable(raised.last.message)}",
         f"a dismiss, d details{others}",
     )
+    if is_fact:
+        return Content.assemble((clip(text, width - len(hint) - 2), "$text-warning"), (f"  {hint}", "$text-muted"))
     last = textwrap.wrap(text, width)[-1]
     gap = "  " if cell_len(last) + 2 + len(hint) <= width else "\n"
     return Content.assemble((text, "$text-error bold"), (gap + hint, "$text-muted"))

@@ -48,8 +48,8 @@ KEYS = (
     Key("app.toggle_pause", "p", "Pause", "Run: pause, or resume", sends=True),
     Key("app.checkpoint", "c", "Save", "Run: save a checkpoint", sends=True),
     Key("app.stop", "S", "Stop", "Run: stop after this epoch, or now; asks first", words="end kill", sends=True),
-    Key("app.edit_gpu0", "b", "gpu0_bsz", "Run: change gpu0_bsz from the next epoch on", words="batch split",
-        sends=True),
+    Key("app.edit_setting", "b", "gpu0_bsz", "Run: change gpu0_bsz, shares, lr_factor or recompute",
+        words="batch split learning rate", sends=True),
     Key("app.undo", "u", "", "Run: take back a command", words="undo cancel", sends=True),
     Key("app.metric(1)", "v", "Metric", "show the next metric", panes="loss"),
     Key("app.metric(-1)", "V", "", "show the previous metric", panes="loss"),
@@ -62,6 +62,7 @@ KEYS = (
     Key("app.filter", "slash", "Find", "Show: find a class or an event", panes="events classes", words="search"),
     Key("app.pictures", "i,5", "Images", "Show: sample images, or the chart again", words="predictions"),
     Key("app.config", "C", "", "Run: show the config and its changes", words="settings"),
+    Key("app.log", "l", "", "Run: read its log, trainer.log", words="output trace"),
     Key("app.runs", "R", "Runs", "Runs: list the runs, and open one"),
     Key("app.details", "d", "", "Show: details of the alert or event"),
     Key("app.seen", "a", "", "Show: dismiss the alert", words="acknowledge"),
@@ -70,7 +71,7 @@ KEYS = (
     Key("app.pane('classes')", "3", "", "show the IoU of every class"),
     Key("app.pane('events')", "4", "", "show the events of the run"),
     Key("app.zoom", "f", "Zoom", "Show: only this pane, or all panes", words="full screen"),
-    Key("app.escape", "escape", "", "close, clear, or dismiss the alert"),
+    Key("app.escape", "escape", "", "close the search or the zoom"),
     *COMMON,
 )  # fmt: skip
 TYPED = {name: key.action for key in KEYS if key.sends or key is LEAVE for name in key.keys.split(",")}

@@ -17,7 +17,7 @@ from segapp.run.words import age, duration, number, plural, printable
 from segapp.tui import keys
 from segapp.tui.chart import RunsChart
 from segapp.tui.header import STATE_STYLES, LinePart, fit_parts
-from segapp.tui.widgets import LiteralText, SearchLine, drawable, set_title
+from segapp.tui.widgets import LiteralText, SearchLine, SelectableList, drawable, set_title
 from segapp.view.runs import FollowedRun, Ranking, RunList, differing_settings
 from segapp.view.wording import chosen, clip, fit_cells, loss, setup
 
@@ -32,7 +32,8 @@ class RunsScreen(Screen[RunFolder | None]):
         keys.LEAVE,
         keys.Key("open", "enter", "Open", "Runs: open the selected one"),
         keys.Key("back", "escape,R", "Back", "Runs: back to the run"),
-        keys.Key("find", "slash", "Find", "Runs: find by name", words="search sweep"),
+        keys.Key("find", "slash", "Find", "Runs: find by name or state", words="search filter sweep live crashed"),
+        keys.Key("sort", "s", "Sort", "Runs: sort by start, best score or name", words="order"),
         keys.Key("app.undo", "u", "", "Run: take back a command", words="undo cancel"),
         *keys.COMMON,
     )
@@ -42,6 +43,7 @@ class RunsScreen(Screen[RunFolder | None]):
     def __init__(self, runs: RunList) -> None:
         super().__init__()
         self.runs = runs
+        self._order = ORDERS[0]
         self._shown: list[FollowedRun] = []
         self._columns, self._columns_of = columns_of([]), list[tuple[Any, Any]]()
         self._drawn: dict[int, object] = {}
@@ -49,10 +51,10 @@ class RunsScreen(Screen[RunFolder | None]):
 
     def compose(self) -> ComposeResult:
         yield LiteralText(id="runs-title", classes="lines")
-        yield SearchLine("part of the name of a run or sweep", id="run-filter", lines="run-lines")
+        yield SearchLine("part of the name of a run or sweep, or a state", id="run-filter", lines="run-lines")
         yield LiteralText(id="runs-header", classes="lines")
         with Horizontal():
-            yield OptionList(id="run-lines", compact=True)
+            yield SelectableList(id="run-lines", compact=True)
             with Vertical(id="run-side"):
                 yield LiteralText(id="run-preview", classes="lines")
                 yield RunsChart(id="run-miou", classes="pane")
@@ -77,7 +79,9 @@ class RunsScreen(Screen[RunFolder | None]):
     def _show(self, *, is_reading: bool = False) -> None:
         """Show the title and the visible rows; others are made when they are scrolled into view."""
         wanted = self.query_one(SearchLine).text
-        shown = [run for run in self.runs.runs if wanted.casefold() in run.name.casefold()]
+        found = [run for run in self.runs.runs if is_wanted(run, wanted)]
+        ranking = Ranking(run.summary.shown for run in found)
+        shown = in_order(found, self._order, ranking)
         if shown != self._shown:
             self._list(shown)
         made_of = [(run.summary.settings, run.summary.shown["best_score"]) for run in shown]
@@ -90,11 +94,13 @@ class RunsScreen(Screen[RunFolder | None]):
         of_sweeps = f", {plural(sweeps, 'sweep')}" if sweeps else ""
         where = printable(_shown_path(self.runs.root))
         count = f"{plural(len(self.runs.runs), 'run')} in {where}{of_sweeps}, {live} training"
-        found = f"  /{wanted}: {len(shown)}" if wanted else ""
-        ranking = Ranking(run.summary.shown for run in shown)
+        matching = f"  /{wanted}: {len(shown)}" if wanted else ""
         named = ranking.note or ("" if ranking.score.name == "miou" else f"BEST is {ranking.score.title}")
         by = f"  {printable(named)}" if named else ""
-        title = Content.assemble(("segapp  ", "$text-muted"), (count, "bold"), (found + by, "$text-muted"))
+        sorted_by = f"  by {self._order}" if self._order != ORDERS[0] else ""
+        title = Content.assemble(
+            ("segapp  ", "$text-muted"), (count, "bold"), (matching + sorted_by + by, "$text-muted")
+        )
         self.query_one("#runs-title", LiteralText).show(title)
         self.query_one("#runs-header", LiteralText).show(run_row(None, self._row_cells, self._columns))
         self.query_one("#runs-keys", keys.KeyBar).offer(self.KEYS)
@@ -160,9 +166,33 @@ class RunsScreen(Screen[RunFolder | None]):
     def action_find(self) -> None:
         self.query_one(SearchLine).open()
 
+    def action_sort(self) -> None:
+        self._order = ORDERS[(ORDERS.index(self._order) + 1) % len(ORDERS)]
+        self._show()
+
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
         self._show()
+
+
+ORDERS = ("start", "best", "name")
+"""The orders of the list; the first is the one of `RunList`: last started or resumed first."""
+
+
+def in_order(runs: Sequence[FollowedRun], order: str, ranking: Ranking) -> list[FollowedRun]:
+    """Return the runs in one of `ORDERS`; runs without a score come last."""
+    if order == "name":
+        return sorted(runs, key=lambda run: run.name.casefold())
+    if order == "best":
+        scores = [ranking.value(run.summary.shown) for run in runs]
+        ranks = [(score is None, 0.0 if score is None else ranking.order(score)) for score in scores]
+        return [runs[i] for i in sorted(range(len(runs)), key=ranks.__getitem__)]
+    return list(runs)
+
+
+def is_wanted(run: FollowedRun, text: str) -> bool:
+    """Return True if each word is a part of the name of a run or its state."""
+    return all(word in run.name.casefold() or word == run.summary.word for word in text.casefold().split())
 
 
 _WITH_TRAINER = ("live", "busy", "paused", "starting", "resuming")

@@ -1,29 +1,60 @@
 """The shown run: its events, the alerts that the user has seen, its log, its plan, and the commands sent to it."""
 
+import contextlib
+import hashlib
 import os
 import shlex
 import time
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from textual.content import Content
 
 from segapp.errors import without_secrets
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
-from segapp.run.commands import Command, format_command, send_command
-from segapp.run.events import CommandAnswer, Event, Oom
+from segapp.places import own_folder
+from segapp.run.commands import send_command
+from segapp.run.events import Alert, CommandAnswer, Event, Oom
 from segapp.run.files import read_of_run
+from segapp.run.folder import RunFolder
 from segapp.run.words import duration, last_announced, printable
-from segapp.tui.header import unseen_alerts
 from segapp.view.runs import read_settings
 from segapp.view.source import LiveSource, LogTail, Status
-from segapp.view.view import Raised, View
+from segapp.view.view import FACT_ALERTS, Raised, View
 from segapp.view.wishes import Wishes
 
 Severity = Literal["information", "warning", "error"]
 Message = tuple[str, Severity]
 """A message to the user."""
+
+
+class DismissedAlerts:
+    """The alerts of a run that this user has dismissed, here or in another TUI, as marks in a file of the user."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        info = folder.read_info()
+        self._run = str(folder.path) if info is None else info.id
+        self._marks = set[str]()
+        with contextlib.suppress(OSError):
+            self._marks.update(_dismissed().read_text(errors="replace").split())
+
+    def _mark(self, alert: Alert) -> str:
+        when = "" if alert.kind in FACT_ALERTS else alert.t  # a fact stays dismissed after a resume
+        return hashlib.sha256(f"{self._run}\0{alert.kind}\0{alert.message}\0{when}".encode()).hexdigest()[:24]
+
+    def __contains__(self, alert: Alert) -> bool:
+        return self._mark(alert) in self._marks
+
+    def add(self, alert: Alert) -> None:
+        self._marks.add(self._mark(alert))
+        with contextlib.suppress(OSError), open(_dismissed(), "a") as file:  # else it is dismissed in this TUI only
+            file.write(f"{self._mark(alert)}\n")
+
+
+def _dismissed() -> Path:
+    return own_folder("XDG_STATE_HOME") / "dismissed"
 
 
 class ShownRun:
@@ -32,8 +63,7 @@ class ShownRun:
     def __init__(self, source: LiveSource, has_trainer_ended: Callable[[], bool] | None = None) -> None:
         self.source = source
         self.name = printable(source.folder.name)
-        self._seen_s: dict[str, float] = {}
-        """Kind of alert -> time of the last one that the user has acknowledged."""
+        self._dismissed = DismissedAlerts(source.folder)
         self._trainer_ended, self._opened_s = has_trainer_ended, time.time()
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         self._settings_of, self._settings = 0, dict[str, Any]()
@@ -120,14 +150,13 @@ class ShownRun:
 
     def unseen(self) -> list[Raised]:
         """Return the alerts that the user has not seen, the newest last."""
-        return unseen_alerts(self.view, self._seen_s)
+        return [raised for raised in self.view.alerts.values() if raised.last not in self._dismissed]
 
     def acknowledge(self) -> bool:
         """Mark the newest unseen alert as seen; return False if there is none."""
         unseen = self.unseen()
         if unseen:
-            last = unseen[-1].last
-            self._seen_s[last.kind] = last.t
+            self._dismissed.add(unseen[-1].last)
         return bool(unseen)
 
     def notable_event(self) -> Event | None:
@@ -142,9 +171,9 @@ class ShownRun:
         reports = [event for event in logged if isinstance(event, Oom) and abs(event.t - alert.t) < 60]
         return reports[-1] if alert.kind == "oom" and reports else alert  # the report has the advice
 
-    def refusal(self, command: Command, *, is_readonly: bool) -> str | None:
+    def refusal(self, text: str, *, is_readonly: bool) -> str | None:
         """Return why a command cannot be sent; None if there is a trainer to handle it."""
-        text, status = format_command(command), self.source.status()
+        status = self.source.status()
         if not self.is_writable:
             return f"{text} was not sent: you may not write to {self.source.folder.commands}"
         if is_readonly:

@@ -1,10 +1,14 @@
 """Widgets that several panes and screens use; each redraws only if its content has changed."""
 
+from collections.abc import Iterable
+
+from textual import events
 from textual.content import Content
 from textual.geometry import Region
+from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import Input, OptionList
 
 from segapp.run.words import ASCII_FOR, printable
 
@@ -53,10 +57,46 @@ class LiteralText(Widget):
             self.refresh(*(Region(0, y, width, 1) for y, line in enumerate(lines) if line != before[y]))
 
 
-class StripWidget(Widget, can_focus=True):
-    """A drawing that is made anew when its input has changed."""
+class SelectableLines(Widget):
+    """A widget that draws lines of its own, whose text can be selected with the mouse."""
 
-    ALLOW_SELECT = False
+    ALLOW_SELECT = True
+
+    def drawn_lines(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    def selectable(self, strip: Strip, y: int) -> Strip:
+        """Return the line `y` with the positions that the mouse needs, and its selected part highlighted."""
+        span = self.text_selection.get_span(y) if self.text_selection is not None else None
+        if span is not None:
+            start, end = span[0], strip.cell_length if span[1] == -1 else span[1]
+            style = self.screen.get_component_rich_style("screen--selection")
+            strip = Strip.join([strip.crop(0, start), strip.crop(start, end).apply_style(style), strip.crop(end)])
+        return strip.apply_offsets(0, y)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str]:
+        lines = [line.rstrip() for line in selection.extract("\n".join(self.drawn_lines())).splitlines()]
+        return "\n".join(lines), "\n"
+
+
+class SelectableList(OptionList, SelectableLines):
+    """A list of one-line options; a click chooses one, and the end of a selection does not."""
+
+    ALLOW_SELECT = True
+
+    def drawn_lines(self) -> Iterable[str]:
+        return (str(option.prompt) for option in self.options)
+
+    def render_line(self, y: int) -> Strip:
+        return self.selectable(super().render_line(y), self.scroll_offset.y + y)
+
+    def on_click(self, event: events.Click) -> None:
+        if self.screen.selections:
+            event.prevent_default()
+
+
+class StripWidget(SelectableLines, can_focus=True):
+    """A drawing that is made anew when its input has changed."""
 
     def __init__(self, **keywords: str) -> None:
         super().__init__(id=keywords.get("id"), classes=keywords.get("classes"))
@@ -88,7 +128,11 @@ class StripWidget(Widget, can_focus=True):
             self.make()
         width = self.content_size.width
         strip = self._strips[y] if y < len(self._strips) else Strip([])
-        return strip if strip.cell_length == width else strip.crop_extend(0, width, self.rich_style)
+        strip = strip if strip.cell_length == width else strip.crop_extend(0, width, self.rich_style)
+        return self.selectable(strip, y)
+
+    def drawn_lines(self) -> Iterable[str]:
+        return (strip.text for strip in self._strips)
 
     def notify_style_update(self) -> None:
         """Make the strips anew after a change of theme, because they contain the old colors."""

@@ -2,7 +2,9 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +22,10 @@ STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s":
 
 VAL_METRICS = {name: score.title for name, score in HEADLINES.items() if name != "loss"}
 
-NO_POINTS: Floats = np.empty((0, 2))
+NO_POINTS: Floats = np.empty((0, 3))
+
+_ROUNDING = 1e-9
+"""Values whose relative difference is smaller are drawn as equal."""
 
 TERM, CLASS = "term ", "IoU "
 """Prefixes of the names of a loss term and of the IoU of a class."""
@@ -182,7 +187,9 @@ def choose_scale(
         bottom = max(bottom, top * 1e-12, 1e-300)
         ratio = max((top / bottom) ** 0.03, 1.02)
         return Scale(max(bottom / ratio, 5e-324), top * ratio, is_log=True)
-    margin = (top - bottom) * 0.03 or abs(top) * 0.1 or 0.5
+    span = top - bottom
+    is_rounding = span <= _ROUNDING * max(abs(bottom), abs(top))  # as of the average of equal values
+    margin = (abs(top) * 0.1 or 0.5) if is_rounding else span * 0.03
     return Scale(bottom - margin, top + margin)
 
 
@@ -208,11 +215,24 @@ def _nth(values: Floats, index: int) -> float:
 def row_labels(scale: Scale, height: int, width: int) -> list[str]:
     """Return the label of each row of a plot, in `width` characters; most are blank."""
     labels = [" " * width] * height
-    for value in reversed(scale.ticks(max(2, height // 3))):
+    ticks = scale.ticks(max(2, height // 3))
+    for value, text in zip(reversed(ticks), reversed(_tick_texts(ticks, width - 1)), strict=True):
         fraction = float(scale.fraction(np.array([value]))[0])
         row = min(int((1 - fraction) * height), height - 1)
-        labels[row] = f"{value:.4g}".rjust(width - 1)[: width - 1] + " "
+        labels[row] = text.rjust(width - 1) + " "
     return labels
+
+
+def _tick_texts(ticks: Sequence[float], width: int) -> list[str]:
+    """Return the text of each tick with enough digits that neighbors differ; only the first one if they have no room.
+
+    A text is never cut: without its exponent, it would be another number.
+    """
+    for digits in (4, 5, 6, 3, 2, 1):
+        texts = [f"{value:.{digits}g}" for value in ticks]
+        if all(len(text) <= width for text in texts) and all(a != b for a, b in pairwise(texts)):
+            return texts
+    return [text if i == 0 and len(text) <= width else "" for i, text in enumerate(texts)]
 
 
 def _ticks(bottom: float, top: float, count: int) -> list[float]:
@@ -249,7 +269,7 @@ class Curve(NamedTuple):
     history: LossHistory | None
     """Values of the steps; None for a metric of the evaluations."""
     points: Floats
-    """Step and value of each evaluation that has one, float64 [evaluations, 2]."""
+    """Step, value and epoch of each evaluation that has one, float64 [evaluations, 3]."""
 
 
 def metric_names(view: View) -> list[str]:
@@ -291,8 +311,8 @@ def curve_of(view: View, name: str, series: LossHistory | None) -> Curve:
 
 
 def _points(view: View, values: Floats) -> Floats:
-    """Return step and value of each evaluation that has one, float64 [evaluations, 2]."""
-    return np.stack([view.vals.values("step"), values], axis=1)[~np.isnan(values)]
+    """Return step, value and epoch of each evaluation that has one, float64 [evaluations, 3]."""
+    return np.stack([view.vals.values("step"), values, view.vals.values("epoch")], axis=1)[~np.isnan(values)]
 
 
 def class_iou(val: Val | None, index: int) -> float | None:

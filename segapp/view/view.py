@@ -67,6 +67,9 @@ class Gpu0:
 PASSING_ALERTS = frozenset({"compile", "settings"})
 """Kinds of alert that are only logged; all others are shown until the user has seen them."""
 
+FACT_ALERTS = frozenset({"batch", "classes", "data", "memory", "precision", "schedule"})
+"""Kinds of alert with which every start repeats a fact about the data or the config."""
+
 NUM_WHOLE_EVENTS = 300
 """Number of the last log lines that keep their whole event."""
 

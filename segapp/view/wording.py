@@ -152,6 +152,16 @@ def _answer(event: events.CommandAnswer) -> str:
     return f"{event.by}: {event.command} {event.status}{reason}"
 
 
+def in_full(line: LogLine) -> str:
+    """Return what a line of the log says, in sentences for the answer to a command."""
+    event = line.event
+    if not isinstance(event, events.CommandAnswer):
+        return line.text
+    at_step = f" at step {event.step}" if event.step is not None else ""
+    reason = f": {event.reason}" if event.reason else ""
+    return printable(f"{event.by} sent {event.command}. It was {event.status}{at_step}{reason}.")
+
+
 def _oom(event: events.Oom) -> str:
     wanted = f", {event.requested_mib:.0f} MiB requested" if event.requested_mib is not None else ""
     return f"{event.device} out of memory in {event.phase} after step {event.step}{wanted}: {event.action}"
@@ -192,8 +202,8 @@ def _gpu0_bsz(event: events.Gpu0Bsz) -> str:
 
 
 def event_text(event: events.Event) -> str:
-    """Return the fields of an event that have a value, each as `name: value`."""
-    fields = event.model_dump(exclude={"v"}, exclude_none=True)
+    """Return the fields of an event that have a value, each as `name: value`, without its times and colors."""
+    fields = event.model_dump(exclude={"v", "seq", "t", "palette"}, exclude_none=True)
     if topic := fields.pop("topic", None):
         fields["more"] = f"segapp docs {topic}"
     text = "\n".join(f"{name}: {value}" for name, value in fields.items())

@@ -32,7 +32,7 @@ from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.tui.devices import why_no_split
-from segapp.tui.dialogs import Gpu0Screen
+from segapp.tui.dialogs import SettingScreen
 from segapp.view.view import EventFold, View
 from tests.support.device_lines import device_lines
 
@@ -165,7 +165,7 @@ class TrainedRun:
 def test_screen_offers_no_editor_in_mode_model(tmp_path):
     run = TrainedRun(tmp_path / "run", "model")
     assert str(why_no_split(run.view)).startswith("parallel.mode = model: every device has the whole batch")
-    assert Gpu0Screen(run.view).check("4")[0] is None
+    assert SettingScreen(run.view, ["gpu0_bsz"]).check("4")[0] is None
 
 
 commands = st.builds(SetCommand, gpu0_bsz=st.none() | st.integers(0, 10) | st.just("auto")) | st.builds(

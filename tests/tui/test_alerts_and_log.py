@@ -22,7 +22,7 @@ DISK_FULL = (
 
 
 def test_alert_stays_in_the_banner_until_it_is_seen(fresh: RecordedRun) -> None:
-    kinds = ["checkpoint", "storage", "hang", "grace", "oom", "reverted", "non_finite", "data"]
+    kinds = ["checkpoint", "storage", "hang", "grace", "oom", "reverted", "non_finite", "disk"]
     for kind in ["compile", *kinds[:-1]]:
         fresh.alert(kind, f"{kind} message")
     assert list(folded(fresh).alerts) == kinds[:-1], "others are only logged"
@@ -32,7 +32,7 @@ def test_alert_stays_in_the_banner_until_it_is_seen(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for _ in range(2):
             text = screen_text(app)
-            assert "data: cannot write" in text
+            assert "disk: cannot write" in text
             assert "choose another folder with --run" in " ".join(text.split())  # the remedy, behind a line break
             fresh.train(3)
             await settle(app, pilot)
@@ -55,6 +55,8 @@ def test_alerts_count_and_come_back_after_they_are_seen(fresh: RecordedRun) -> N
         assert "hang: hang message  a dismiss, d details" in screen_text(app)
         assert " more" not in screen_text(app)
         await press(app, pilot, "escape")
+        assert "hang: hang message" in screen_text(app), "esc closes what the user has opened, and no alert"
+        await press(app, pilot, "a")
         assert "a dismiss" not in screen_text(app)
         fresh.clock.now_s += 600
         fresh.alert("hang", "no progress for 1200 s")
@@ -62,6 +64,38 @@ def test_alerts_count_and_come_back_after_they_are_seen(fresh: RecordedRun) -> N
         assert "hang (2 times): no progress for 1200 s" in screen_text(app)
 
     run_screen(fresh, act)
+
+
+def test_dismissed_alert_stays_dismissed(fresh: RecordedRun) -> None:
+    fact = "classes without a pixel in the training images: pole, sign; the model cannot learn them" + " and so on" * 20
+    fresh.alert("classes", fact)
+    fresh.alert("hang", "no progress")
+
+    async def dismiss(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "hang: no progress" in screen_text(app)
+        await press(app, pilot, "a")
+        banner = screen_text(app).split("1 Loss")[0]
+        assert "classes: classes without a pixel" in banner
+        assert len(banner.splitlines()) == 4, "a fact takes one line"
+        await press(app, pilot, "a")
+        assert "a dismiss" not in screen_text(app)
+
+    async def see(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "a dismiss" not in screen_text(app)
+        fresh.write_start(resumed_from_step=20)
+        fresh.alert("classes", fact)
+        fresh.train(3)
+        await settle(app, pilot)
+        assert "a dismiss" not in screen_text(app), "each start repeats what is known of the data"
+        fresh.alert("hang", "no progress")
+        await settle(app, pilot)
+        assert "hang (2 times): no progress" in screen_text(app), "that is another one"
+        fresh.alert("classes", "classes without a pixel in the training images: car")
+        await settle(app, pilot)
+        assert "car" in screen_text(app).split("1 Loss")[0]
+
+    run_screen(fresh, dismiss)
+    run_screen(fresh, see)
 
 
 def test_beginnings_of_epochs_are_one_line_that_counts(tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ def test_every_metric_has_the_values_of_the_events(run: RecordedRun) -> None:
     terms = SeriesReader(run.folder.events, step_field('term pi"xel') or "")
     terms.poll()
     assert terms.history.low.tolist() == [0.25]
-    assert curve_of(view, "miou", None).points.tolist() == [[raw["step"], raw["miou"]] for raw in vals]
-    assert curve_of(view, "IoU pole", None).points.tolist() == [[raw["step"], raw["iou"][2]] for raw in vals]
+    assert curve_of(view, "miou", None).points.tolist() == [[raw["step"], raw["miou"], raw["epoch"]] for raw in vals]
+    of_pole = [[raw["step"], raw["iou"][2], raw["epoch"]] for raw in vals]
+    assert curve_of(view, "IoU pole", None).points.tolist() == of_pole
     assert curve_of(view, "IoU unknown", None).points.tolist() == []
 
 
@@ -149,6 +150,58 @@ def test_chart_draws_steps_evaluations_and_the_best(run: RecordedRun) -> None:
         is_drawn = [any("\u2800" < row[x] <= "\u28ff" for row in rows) for x in range(len(rows[0]))]
         assert sum(is_drawn[: cell_of[80]]) > 0.9 * cell_of[80]
         assert not any(is_drawn[cell_of[80] + 1 :])
+
+    run_screen(run, act)
+
+
+def test_constant_learning_rate_is_a_flat_line(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
+    for step in range(1, 40):
+        run.write(Step(epoch=1, step=step, loss=0.5, lr=0.014), after_s=1.0)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        for metric in ("loss", "lr"):
+            app.action_show_metric(metric)
+            await settle(app, pilot)
+            rows = [row for row in screen_text(app).splitlines() if re.search("[\u2801-\u28ff]{5}", row)]
+            assert len(rows) == 1, metric
+            assert ("smoothed" in screen_text(app)) == (metric == "loss"), "a schedule has no noise"
+
+    run_screen(run, act)
+
+
+def test_legend_has_a_value_with_its_own_epoch(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
+    run.epoch()
+    run.epoch()
+    shown = folded(run).vals[-1].loss
+    run.write(folded(run).vals[-1].model_copy(update={"epoch": 3, "step": 60, "loss": None}))
+    for step in range(41, 61):
+        run.write(Step(epoch=3, step=step, loss=None, lr=0.01))
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert f"◆ val {number(shown)} e2" in screen_text(app)
+        axis = next(row for row in screen_text(app).splitlines() if "└" in row)
+        assert "×" not in axis.split("│")[1]
+        assert "40─" in axis, "a mark hides no label"
+        assert "×" in screen_text(app)
+
+    run_screen(run, act)
+
+
+def test_selected_class_is_named_in_full(tmp_path: Path) -> None:
+    names = ["road", "class_" + "long_" * 30 + "[red]end", "sky"]
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, classes=names)
+    run.epoch()
+    val = folded(run).vals[-1]
+    run.write(val.model_copy(update={"epoch": 2, "iou": [0.5, 0.25, 0.75], "precision": [0.1, 0.2, None],
+                                     "recall": [0.4, 0.5, 0.6]}))  # fmt: skip
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "3", "down", "d")
+        text = screen_text(app).replace("\n", "")
+        assert "".join(text.split("│")).replace(" ", "").count("[red]end") == 1
+        assert "epoch 2: IoU 0.250, precision 0.200, recall 0.500" in screen_text(app)
 
     run_screen(run, act)
 

@@ -9,7 +9,7 @@ from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import SplitChecker
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, RunStart, Settings, Step, Topology
 from segapp.tui.devices import gpu0_content, gpu_content, gpu_legend, headroom_level
-from segapp.tui.dialogs import Gpu0Screen
+from segapp.tui.dialogs import SettingScreen
 from segapp.tui.widgets import ascii_text
 from segapp.view.source import Status
 from segapp.view.view import EventFold, View
@@ -95,7 +95,7 @@ def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
     assert "peak  6.0" in lines[1]
     assert len(lines) == 2
     assert rows(view, width=39)[1].startswith("0-2 ===")
-    assert "GiB" not in Gpu0Screen(view).check("1")[1]
+    assert "GiB" not in SettingScreen(view, ["gpu0_bsz"]).check("1")[1]
     view.start = view.start.model_copy(update={"mode": "ddp"})  # each rank is a process of its own
     assert [row[:4] for row in rows(view, width=70)] == ["CPU0", "CPU1", "CPU2"]
 
@@ -163,7 +163,7 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
 def test_dialog_shows_the_memory_that_a_split_would_need(view: View) -> None:
     peaks = PeakModel({(3, 5): (6144.0, 8192.0), (2, 6): (5120.0, 9216.0)})  # 3 GiB and 1 GiB for each sample
     view.written_checker = SplitChecker(8, 2, current=(3, 5), usable_mib=[10_240.0, 10_240.0], peaks=peaks)
-    check = Gpu0Screen(view).check
+    check = SettingScreen(view, ["gpu0_bsz"]).check
     command, text = check("4")
     assert command is not None
     assert (command.gpu0_bsz, text.startswith("ok: split 4·4, peaks 7.0, 7.0 GiB; device 0 would need")) == (4, True)

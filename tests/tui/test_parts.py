@@ -86,7 +86,7 @@ def test_fitted_text_has_the_requested_width(text: str, width: int) -> None:
 def test_keys_are_unique_and_control_keys_are_marked() -> None:
     names = [name for key in keys.KEYS if key.is_bound and key.keys for name in key.keys.split(",")]
     assert len(names) == len(set(names))
-    assert {"app.toggle_pause", "app.edit_gpu0", "app.undo", "app.checkpoint", "app.stop"} == {
+    assert {"app.toggle_pause", "app.edit_setting", "app.undo", "app.checkpoint", "app.stop"} == {
         key.action for key in keys.KEYS if key not in keys.available(keys.KEYS, sends=False)
     }
     assert "space" not in names

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from segapp.tui.widgets import ascii_text
@@ -115,6 +115,30 @@ def test_rarest_values_do_not_count_for_the_usual_range(
     assert usual_range(np.array(low), np.array(high)) == expected
 
 
+@pytest.mark.parametrize("value", [0.014, 0.5, -3e-7, 1e6])
+def test_rounding_is_no_span(value: float) -> None:
+    curve = reduced([value, value * (1 + 1e-13), value], 6)
+    scale = choose_scale(curve, np.array([value * (1 - 1e-12)]), is_log=False)
+    assert scale is not None
+    assert scale.fraction(np.array([value])) == pytest.approx(0.5)
+    changed = choose_scale(reduced([value, value * (1 + 1e-6)], 6), np.empty(0), is_log=False)
+    assert changed is not None
+    assert changed.fraction(np.array([value])) != pytest.approx(0.5, abs=0.4)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-300, 1e300), st.integers(4, 40), st.booleans())
+def test_neighboring_labels_differ_and_are_their_ticks(bottom: float, span: float, height: int, is_log: bool) -> None:
+    bottom = abs(bottom) + 1e-9 if is_log else bottom
+    assume(bottom + span > bottom)
+    scale = Scale(bottom, bottom + span, is_log)
+    texts = [label.strip() for label in reversed(row_labels(scale, height, 8))]
+    ticks = scale.ticks(max(2, height // 3))
+    shown = [float(text) for text in texts if text]
+    assert all(a < b for a, b in itertools.pairwise(shown))
+    for number in shown:
+        assert any(number == pytest.approx(tick, rel=0.5, abs=span / 2) for tick in ticks)
+
+
 def test_scale_has_a_margin_and_covers_what_must_be_inside() -> None:
     curve, nothing = reduced([1.0, 3.0], 4), np.empty(0)
     for firm, is_log, usual, bottom, top in (
@@ -138,7 +162,10 @@ def test_scale_has_a_margin_and_covers_what_must_be_inside() -> None:
 
 def test_row_labels_stand_at_their_heights() -> None:
     assert row_labels(Scale(0.0, 1.0), 6, 6) == ["    1 ", "      ", "      ", "  0.5 ", "      ", "    0 "]
-    assert row_labels(Scale(0.0, 12_345.0), 3, 4) == ["1e+ ", "500 ", "  0 "]
+    assert row_labels(Scale(0.0, 12_345.0), 3, 4) == ["    ", "    ", "  0 "], "no number is cut"
+    assert row_labels(Scale(9.98, 10.02), 9, 8)[2:7:2] == ["  10.01 ", "     10 ", "   9.99 "]
+    labels = [label.strip() for label in row_labels(Scale(0.9999, 1.0001), 30, 8) if label.strip()]
+    assert labels[:3] == ["1.0001", "1.00008", "1.00006"]
 
 
 def test_single_steps_beyond_the_scale_leave_no_stroke() -> None:

@@ -92,6 +92,35 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
         assert alpha.summary.progress.endswith("/8")
 
 
+def test_list_is_sorted_and_filtered_by_state(runs: list[RecordedRun]) -> None:
+    root = runs[0].folder.path.parent
+    for name, epochs in (("failed-once", 0), ("zeta", 7)):
+        recorded(root, name, epochs, "stopped")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        screen = await list_with_all_runs(app, pilot)
+
+        def names() -> list[str]:
+            return [run.name for run in screen._shown]
+
+        assert names()[2:] == ["gamma", "beta", "alpha"], "last started first"
+        await press(app, pilot, "s")
+        assert "by best" in screen_text(app)
+        assert names() == ["zeta", "gamma", "alpha", "beta", "failed-once"], "the one without a score is last"
+        await press(app, pilot, "down", "s")
+        assert names() == ["alpha", "beta", "failed-once", "gamma", "zeta"]
+        assert screen._selected is not None
+        assert screen._selected.name == "gamma", "the selection follows its run"
+        await press(app, pilot, "slash", *"failed", "enter")
+        assert names() == ["beta", "failed-once"], "a state, or a part of the name"
+        await press(app, pilot, "slash", *" bet", "enter")
+        assert names() == ["beta"]
+        await press(app, pilot, "escape", "s")
+        assert names()[2:] == ["gamma", "beta", "alpha"]
+
+    run_screen(LiveSource(runs[2].folder), act, starts_with_list=True)
+
+
 def differing(root: Path, name: str, epochs: int, **others: Any) -> RecordedRun:
     """A run of a sweep over learning rate and encoder; its momentum belongs to its optimizer."""
     run = recorded(root, name, epochs, "finished")

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from textual import events
@@ -144,7 +145,7 @@ def test_split_editor_accepts_and_rejects_values(fresh: RecordedRun) -> None:
         ("9 enter", "not sent: won't fit", None),
         ("1 2 backspace backspace 3 enter", "", "set gpu0_bsz=3"),
         ("9 escape", "", None),
-        ("enter", "or even", None),
+        ("enter", "or auto", None),
         ("e v e n", "tight", None),
         ("e v e n enter", "", "set gpu0_bsz=none"),
     ]
@@ -405,7 +406,7 @@ def test_menu_is_short_and_begins_with_actions(tmp_path: Path) -> None:
         assert screen_text(app).isascii()
         dialog = screen_text(app).split("- Menu -")[1].splitlines()
         entries = [match.groups() for row in dialog if (match := re.search(r"(\w+): (\S.*?) {2,}(\S*) ?\|", row))]
-        assert 12 <= len(entries) <= 18
+        assert 12 <= len(entries) <= 19
         assert [group for group, _, _ in entries[:5]] == ["Run"] * 5
         assert ("Run", "pause, or resume", "p") in entries
         assert "class number" not in " ".join(text for _, text, _ in entries)
@@ -461,5 +462,22 @@ def test_screen_says_what_run_it_is_and_shows_its_config(fresh: RecordedRun) -> 
         fresh.folder.config_yaml.unlink()
         await press(app, pilot, "C")
         assert "config.yaml cannot be read: No such file" in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+def test_bell_rings_once_when_a_seen_training_ends(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        with mock.patch.object(app, "bell") as bell:
+            fresh.train(2)
+            await settle(app, pilot)
+            assert not bell.called
+            fresh.end("failed", "no space")
+            fresh.folder.release()
+            app.shown.source._trainer = None  # its facts are read every two seconds
+            await settle(app, pilot)
+            await settle(app, pilot)
+            assert "FAILED" in screen_text(app)
+            assert bell.call_count == 1
 
     run_screen(fresh, act)

@@ -109,7 +109,7 @@ def test_steps_and_answered_cancellations_have_no_line() -> None:
 def test_event_has_a_printable_line_for_each_field_with_a_value() -> None:
     change = Gpu0Bsz(status="applied", old=4, new=6, split=[6, 10], observed_mib=[7.5, None], is_auto=True)
     assert event_text(change).splitlines() == [
-        "seq: 0", "t: 0.0", "type: gpu0_bsz", "status: applied", "old: 4", "new: 6", "split: [6, 10]",
+        "type: gpu0_bsz", "status: applied", "old: 4", "new: 6", "split: [6, 10]",
         "observed_mib: [7.5, None]", "is_auto: True",
     ]  # fmt: skip
     start = RunStart(classes=["road", "a\x1bb"], num_params=9, batch_size=8, epochs=8, steps_per_epoch=20,
