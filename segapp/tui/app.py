@@ -554,7 +554,7 @@ class MonitorApp(App[None]):
             self.push_screen(StopScreen(self.view, self.status()), stop)
 
     def action_edit_setting(self) -> None:
-        """Ask for the value of a live setting: of the split first, if the run has one."""
+        """Ask for the value of a live setting, beginning with the batch split if the run has one."""
         of_split = () if why_no_split(self.view) is not None else ("gpu0_bsz", "shares")
         if not self._refuses("set"):
             self.push_screen(SettingScreen(self.view, (*of_split, "lr_factor", "recompute")), self.send)

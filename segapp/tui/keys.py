@@ -37,7 +37,7 @@ class Key(NamedTuple):
 LEAVE = Key("app.detach", "q", "Leave", "Screen: leave; the training continues", words="quit exit detach")
 COMMON = (
     Key("app.theme", "", "", "Screen: theme ...", words="colors light dark"),
-    Key("app.screenshot", "", "", "Screen: save a picture (SVG)", words="screenshot"),
+    Key("app.screenshot", "", "", "Screen: save a screenshot (SVG)", words="picture"),
     Key("app.redraw", "r", "", "draw the screen again"),
     Key("app.suspend_process", "ctrl+z", "", "return to the shell until fg; the training continues"),
     Key("app.commands", "ctrl+p", "Menu", "every action by its name"),

@@ -153,7 +153,7 @@ def _answer(event: events.CommandAnswer) -> str:
 
 
 def in_full(line: LogLine) -> str:
-    """Return what a line of the log says, in sentences for the answer to a command."""
+    """Return the text of a line of the log, in sentences for the answer to a command."""
     event = line.event
     if not isinstance(event, events.CommandAnswer):
         return line.text

@@ -84,7 +84,7 @@ def test_picture_lands_in_the_current_folder(
     monkeypatch.chdir(folder)
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "ctrl+p", *"picture", "enter")
+        await press(app, pilot, "ctrl+p", *"screenshot", "enter")
         (picture,) = folder.glob("*.svg")
         assert said(app) == f"saved {picture}"
         assert "<svg" in picture.read_text()
