@@ -172,6 +172,7 @@ class LogScreen(ModalScreen[None]):
         Key("close", "escape,l,q", "", "close, or clear the search"),
         Key("find", "slash", "", "find a text"),
         Key("end", "end", "", "follow the last line", is_bound=False),
+        Key("scroll", "left", "", "show the other part of long lines", is_bound=False),
         Key("app.undo", "u", "", "take back a command"),
         _HELP,
     )
@@ -186,7 +187,7 @@ class LogScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -log") as box:
             box.border_title = Content(printable(str(self._path)))
-            box.border_subtitle = Content("/ to find  end to follow  esc to close")
+            box.border_subtitle = drawable(self, Content("/ to find  ←→ for long lines  esc to close"))
             yield SearchLine("text in a line", id="log-search", lines="log-lines")
             yield Log(id="log-lines")
             yield Static("no line is written: with --plain, a training prints them on its terminal", markup=False)
