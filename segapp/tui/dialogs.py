@@ -284,7 +284,7 @@ class SettingScreen(ModalScreen[SetCommand | None]):
             return command, "ok; how much memory that saves is not predicted here: see segapp plan"
         if command.gpu0_bsz == "auto":
             return command, "the trainer chooses it from the measured memory"
-        checked = self._view.split_checker.check(command.gpu0_bsz, command.shares)
+        checked = self._view.split_checker.check(command.split)
         if checked.split is None:
             return None, f"{checked.level}: {checked.reason}"
         peaks = [] if self._view.has_logical_devices else [memory_text(mib) for mib in checked.predicted_mib]
