@@ -253,7 +253,7 @@ def train(
         >>> result.val.miou, result.history.rows()  # doctest: +SKIP
     """
     from segapp.assembly.devices import plan_devices
-    from segapp.config.trust import name_tracker
+    from segapp.config.trust import name_trackers
     from segapp.session.request import TrainRequest, adopt_launcher, open_folder, plan_request
     from segapp.session.session import run_session
     from segapp.training.console import PlainReporter
@@ -270,7 +270,7 @@ def train(
             if config is None:
                 raise ConfigError("config is missing: give a file, a dictionary or a RunConfig")
             request = TrainRequest(_read(config, words), run=folder)
-            name_tracker(request.config.log)
+            name_trackers(request.config.log)
         elif config is None or isinstance(config, str | os.PathLike):
             named = None if config is None else os.fspath(config)
             request = plan_request(named, words, folder, _path(resume, "resume"))

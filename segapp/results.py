@@ -1,16 +1,26 @@
-"""Results that functions of the Python API return."""
+"""Results that functions of the Python API return.
+
+In a notebook, each shows a table as the last line of a cell; histories and evaluations have `plot()`.
+"""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from segapp.scores import HEADLINES, count_scored
+from segapp.errors import SegappError
+from segapp.scores import HEADLINES, SCORES, count_scored
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
     from numpy.typing import NDArray
+
+_MOST_ROWS = 20
+"""Rows of a table in a notebook; of more, the first and the last ones are shown."""
 
 
 class _Score(property):
@@ -108,6 +118,32 @@ class History(tuple[Evaluated, ...]):
             for row in self
         ]
 
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Draw the losses and, on a second axis, mIoU and mean Dice by step; return the axes of the losses.
+
+        Args:
+            ax: axes of matplotlib to draw on; None: new ones.
+
+        Raises:
+            SegappError: matplotlib is not installed.
+        """
+        ax = _axes(ax)
+        steps = [row.step for row in self]
+        for label, values in (
+            ("training loss", [row.train_loss for row in self]),
+            ("validation loss", [row.loss for row in self]),
+        ):
+            ax.plot(steps, _drawn(values), marker=".", linestyle="--", label=label)
+        scores = ax.twinx()
+        for name, color in (("miou", "C2"), ("mean_dice", "C3")):
+            scores.plot(steps, _drawn([row.scores[name] for row in self]), color, marker="o", label=SCORES[name].title)
+        ax.set(xlabel="step", ylabel="loss")
+        ax.locator_params(axis="x", integer=True)
+        scores.set(ylabel="score", ylim=(0, 1))
+        lines = [*ax.lines, *scores.lines]
+        ax.legend(lines, [str(line.get_label()) for line in lines])
+        return ax
+
     @overload
     def __getitem__(self, key: SupportsIndex) -> Evaluated: ...
     @overload
@@ -121,6 +157,10 @@ class History(tuple[Evaluated, ...]):
 
     def __repr__(self) -> str:
         return f"<History: {len(self)} evaluations, the last is {self[-1]!r}>" if self else "<History: no evaluation>"
+
+    def _repr_html_(self) -> str:
+        names = ("epoch", "step", "train_loss", *HEADLINES)
+        return _table([{name: row[name] for name in names} for row in self.rows()])
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -146,11 +186,19 @@ class TrainResult:
         """The last evaluation; None without one."""
         return self.history[-1] if self.history else None
 
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Draw the history; see `History.plot`."""
+        return self.history.plot(ax=ax)
+
     def __repr__(self) -> str:
         return (
             f"TrainResult(run={str(self.run)!r}, is_finished={self.is_finished}, reason={self.reason!r}, "
             f"step={self.step},\n  history={self.history!r})"
         )
+
+    def _repr_html_(self) -> str:
+        head = f"{self.run}: {'finished' if self.is_finished else 'stopped'} at step {self.step}, {self.reason}"
+        return f"<p>{html.escape(head)}</p>{self.history._repr_html_()}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -185,6 +233,21 @@ class EvalResult(_Scored):
         names = sorted(self.iou, key=lambda name: (self.iou[name] is None, self.iou[name] or 0.0))
         return [{"class": name, **{key: values[name] for key, values in columns.items()}} for name in names]
 
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Draw the IoU of each class as bars, the worst at the top, and return the axes.
+
+        Args:
+            ax: axes of matplotlib to draw on; None: new ones.
+
+        Raises:
+            SegappError: matplotlib is not installed.
+        """
+        ax = _axes(ax)
+        rows = self.rows()[::-1]
+        ax.barh([row["class"] for row in rows], _drawn([row["iou"] for row in rows]))
+        ax.set(xlabel="IoU", xlim=(0, 1), title=f"{self.split}: mIoU {_shown(self.miou)}")
+        return ax
+
     def _compared(self) -> dict[str, Any]:
         return {**vars(self), "confusion": self.confusion.tolist(), "text": ""}
 
@@ -195,6 +258,9 @@ class EvalResult(_Scored):
     def __repr__(self) -> str:
         facts = f"split={self.split!r}, num_images={self.num_images}, {self._headlines()}"
         return f"EvalResult({facts}, {self.num_classes} classes)"
+
+    def _repr_html_(self) -> str:
+        return f"{_table(self.rows())}<p>{html.escape(self.text.splitlines()[-1] if self.text else repr(self))}</p>"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -223,8 +289,41 @@ class PredictResult:
             f"{len(self.paths)} files written, {len(self.problems)} problems, {len(self.notes)} notes)"
         )
 
+    def _repr_html_(self) -> str:
+        words = [repr(self), *self.problems, *self.notes]
+        return _table([{"file": str(path)} for path in self.paths]) + "".join(f"<p>{html.escape(w)}</p>" for w in words)
+
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     return "-" if value is None else str(value)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with the same keys as a table in HTML; of many rows the first and the last ones."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{html.escape(key)}</th>" for key in rows[0])
+    lines = ["".join(f"<td>{html.escape(_shown(value))}</td>" for value in row.values()) for row in rows]
+    if len(lines) > _MOST_ROWS:
+        half = _MOST_ROWS // 2
+        rest = f'<td colspan="{len(rows[0])}">… {len(lines) - 2 * half} more</td>'
+        lines = [*lines[:half], rest, *lines[-half:]]
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _drawn(values: Sequence[float | None]) -> list[float]:
+    """Return the values to draw; NaN leaves a gap."""
+    return [float("nan") if value is None else value for value in values]
+
+
+def _axes(ax: Axes | None) -> Axes:
+    """Return the given axes of matplotlib, or new ones."""
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise SegappError("plot() needs matplotlib, which is not installed: run `pip install matplotlib`") from None
+    return pyplot.subplots(layout="constrained")[1]

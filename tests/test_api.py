@@ -311,9 +311,22 @@ def test_results_show_themselves_in_a_few_lines(tiny: dict[str, Any], tmp_path: 
     assert all(text in repr(network) for text in ("best.pt", "3 classes", "device='cpu'"))
     for each in (result, result.history, found, network, result.val):
         assert len(repr(each).splitlines()) < 10
+    table = result._repr_html_()
+    assert re.findall(r"<tr><td>(\d)</td><td>(\d+)</td>", table) == [("1", "5"), ("2", "10"), ("3", "15")]
+    assert "a&lt;b&gt;: finished at step 15" in table
+    assert re.findall(r"<tr><td>(\w+)</td>", found._repr_html_()) == [row["class"] for row in found.rows()]
     assert (result.history[1:].rows(), len(result.history + result.history[:1])) == (result.history.rows()[1:], 4)
     assert found == evaluate(result.run, progress=False)
     assert len({found, evaluate(result.run, progress=False), *result.history}) == 4
+
+    losses = result.plot()
+    scores = losses.figure.axes[1]
+    drawn = {line.get_label(): line.get_ydata().tolist() for line in [*losses.lines, *scores.lines]}
+    rows = result.history.rows()
+    names = {"training loss": "train_loss", "validation loss": "loss", "mIoU": "miou", "mean Dice": "mean_dice"}
+    assert drawn == {label: [row[name] for row in rows] for label, name in names.items()}
+    bars = found.plot(ax=losses.figure.add_subplot())
+    assert [bar.get_width() for bar in bars.patches] == [row["iou"] for row in found.rows()[::-1]]
 
 
 def check_scores(found: segapp.EvalResult) -> None:

@@ -6,6 +6,7 @@ import builtins
 import doctest
 import inspect
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,6 +144,12 @@ def of_network(run: Path) -> tuple[Any, dict[str, Any]]:
     return network, {"classes": ("ground", "box", "disc"), "trained": trained}
 
 
+def without_matplotlib(call: Callable[[], Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        call()
+
+
 # Name and error -> a call, which may need the run, that raises it, and words of its message.
 RAISES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
     ("train", "SegappError"): (lambda: segapp.train({"name": 3}), "name"),
@@ -159,6 +166,11 @@ RAISES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
     ("Network.probabilities", "ValueError"): (
         lambda run: segapp.load(run).probabilities(np.zeros((4, 5), np.uint8)),
         r"uint8 of shape \(4, 5\): give uint8 RGB of shape \(H, W, 3\)",
+    ),
+    ("History.plot", "SegappError"): (lambda: without_matplotlib(segapp.History().plot), r"plot\(\) needs matplotlib"),
+    ("EvalResult.plot", "SegappError"): (
+        lambda run: without_matplotlib(segapp.evaluate(run, progress=False).plot),
+        r"run `pip install matplotlib`",
     ),
     ("losses.AdditiveCriterion.target_statistics", "TypeError"): (
         lambda: losses.CriterionDice().target_statistics(TARGET),

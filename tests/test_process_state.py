@@ -24,9 +24,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from segapp import api
 from segapp.errors import SegappError
+from tests.support.own_parts import Net
 from tests.support.runs import events
 from tests.test_api import small
 
@@ -165,6 +168,35 @@ def test_draws_of_other_threads_do_not_change_a_run(tiny: dict[str, Any], tmp_pa
     assert found == [alone] * 3
 
 
+class Draws(Net):
+    """Has a layer of dropout, and may multiply its logits by a random number in training."""
+
+    def __init__(self, num_classes: int, source: str = "") -> None:
+        super().__init__(num_classes)
+        self.draw, self.dropout = DRAWS.get(source, lambda: 1.0), nn.Dropout(0.3)
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.dropout(self.head(self.backbone(images)))
+        return {"out": logits * (self.draw() if self.training else 1.0)}
+
+
+DRAWS: dict[str, Callable[[], Any]] = {"torch": lambda: torch.rand(())}
+
+
+def noisy_loss() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits + torch.rand_like(logits), target, ignore_index=255)
+
+    return loss
+
+
+def drawing(tiny: dict[str, Any], source: str, **train: Any) -> dict[str, Any]:
+    options = {"source": source} if source in DRAWS else {}
+    model = {"library": "python", "name": "tests.test_process_state:Draws", "options": options}
+    loss = {"loss": {"name": "tests.test_process_state:noisy_loss"}} if source == "loss" else {}
+    return {**small(tiny), **loss, "model": model, "train": {"epochs": 1, "batch_size": 2, **train}}
+
+
 @contextlib.contextmanager
 def running(config: dict[str, Any], run: Path) -> Iterator[tuple[Future[Any], threading.Event]]:
     """Train in a thread, which waits after its second step until the event is set or the body ends."""
@@ -185,15 +217,19 @@ def running(config: dict[str, Any], run: Path) -> Iterator[tuple[Future[Any], th
         assert first.result().step == 5
 
 
-def test_second_training_has_the_numerics_of_the_first(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_models_that_draw_train_one_after_the_other(tiny: dict[str, Any], tmp_path: Path) -> None:
     names = itertools.count()
     new = lambda: tmp_path / f"run-{next(names)}"  # noqa: E731
-    config = {**small(tiny), "train": {"epochs": 1, "batch_size": 2}}
-    with running(config, new()):
-        assert api.train(config, run=new()).step == 5
+    match = "another training runs in this process, and tests.test_process_state:Draws or its loss draws random"
+    for first, second in (("", "torch"), ("torch", ""), ("", "loss")):
+        with running(drawing(tiny, first), new()), pytest.raises(SegappError, match=match):
+            api.train(drawing(tiny, second), run=new())
+        api.train(drawing(tiny, second), run=new())
+    with running(drawing(tiny, ""), new()):
+        assert api.train(drawing(tiny, ""), run=new()).step == 5
         for key, value in (("deterministic", True), ("tf32", False)):
             with pytest.raises(SegappError, match=rf"train.{key} = {value}, but another training in this process"):
-                api.train({**config, "train": {**config["train"], key: value}}, run=new())
+                api.train(drawing(tiny, "", **{key: value}), run=new())
 
 
 def test_last_of_two_trainings_restores_the_process(tiny: dict[str, Any], tmp_path: Path) -> None:

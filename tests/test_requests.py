@@ -94,7 +94,7 @@ def place(seen: Network, stranger: Path, tiny_root: Path, tmp_path: Path) -> Pat
     place = tmp_path / "place"
     place.mkdir()
     shutil.copytree(stranger, place / "stranger")
-    with_trackers(place / "stranger", wandb="stranger")
+    with_trackers(place / "stranger", mlflow=f"http://{seen.address}", wandb="stranger")
     shutil.copyfile(stranger / "../config.yaml", place / "config.yaml")
     write_hostile_files(place, seen.address)
     write_map(place / "maps" / "a.tif")

@@ -19,24 +19,32 @@ from tests.support.programs import segapp as program
 
 WITH_SECRETS = {
     "http://bob:hunter2@box:5000": "http://box:5000",
-    "https://hunter2@box/maps": "https://box/maps",
+    "https://hunter2@box/mlflow": "https://box/mlflow",
     "HTTP://bob:hunter2@box": "HTTP://box",
     "http://bob:a@hunter2@box": "http://box",
     "http://bob:@box": "http://box",
-    "postgresql+psycopg2://bob:hunter2@box/maps": "postgresql+psycopg2://bob@box/maps",
-    "mysql://bob:a/hunter2@box/maps": "mysql://bob@box/maps",
-    "postgresql://box/maps?user=bob&password=hunter2": "postgresql://box/maps?user=bob&",
-    "https://box/maps?token=hunter2": "https://box/maps?",
-    "https://box/maps?api_key=hunter2&a=1": "https://box/maps?&a=1",
+    "postgresql+psycopg2://bob:hunter2@box/mlflow": "postgresql+psycopg2://bob@box/mlflow",
+    "mysql://bob:a/hunter2@box/mlflow": "mysql://bob@box/mlflow",
+    "postgresql://box/mlflow?user=bob&password=hunter2": "postgresql://box/mlflow?user=bob&",
+    "https://box/mlflow?token=hunter2": "https://box/mlflow?",
+    "https://box/mlflow?api_key=hunter2&a=1": "https://box/mlflow?&a=1",
     "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3Dhunter2": "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3B",
     "see http://bob:hunter2@box for it": "see http://box for it",
 }
 
-WITHOUT = [
+FOR_MLFLOW = [
     *("http://box:5000", "http://box:5000/a@b", "http://box:5000/#/experiments/a@b", "http://[::1]:5000/a@b"),
-    *("postgresql://bob@box/maps", "sqlite:///maps.db", "file:///home/bob/maps", "HTTPS://box/a", "/data/jürgen"),
-    *("sqlite:////data/a@b/c.db", "mssql+pyodbc:///?a=b", "mysql://bob%40box@box/a", "azureml://box/a"),
-    *("postgresql://box/a?sslkey=client.key", "a//b c", "git@box:a/b", "./parts.py:loss", "a//b c:d@e", "s3://a/b@v2"),
+    *("postgresql://bob@box/mlflow", "sqlite:///mlflow.db", "file:///home/bob/mlruns", "databricks://scope:prefix"),
+    *("HTTPS://box/a", "mlruns", "/data/jürgen", "sqlite:////data/a@b/c.db", "databricks", "mssql+pyodbc:///?a=b"),
+    *("mysql://bob%40box@box/a", "arn:aws:sagemaker:us-east-1:1:mlflow-tracking-server/a", "azureml://box/a"),
+    *("postgresql://box/a?sslkey=client.key", "a//b c"),
+]
+WITHOUT = [*FOR_MLFLOW, "git@box:a/b", "./parts.py:loss", "a//b c:d@e", "s3://a/b@v2"]
+NOT_PLAIN = [
+    *("bob:hunter2@box:5000", "http://bob:hunter2＠box", "http:\\\\bob:hunter2@box", "\\\\hunter2@box", "hunter2@box"),
+    *("http:bob:hunter2@box", "htp://hunter2@box", "https://bob%3Ahunter2%40box", "http://hunter2;box"),
+    *("bob：hunter2﹫box", "//bob/hunter2@box", "sqlite://hunter2@box/a", "file://hunter2@box", "ftp://hunter2"),
+    *("postgresql://bob%3Ahunter2@box/a", "https://box\\hunter2", "http://box:hunter2", "mysql://a@box/a@hunter2"),
 ]
 
 
@@ -65,7 +73,22 @@ def config(tiny_root: Path, tmp_path: Path) -> Path:
     return path
 
 
-KEYS = ["log.wandb", "data.root", "model.options.where", "model.weights", "data.options.a", "name"]
+@pytest.mark.parametrize("address", NOT_PLAIN)
+def test_address_of_mlflow_has_a_known_scheme_and_no_user(address: str, config: Path) -> None:
+    assert without_secrets(address) == address
+    with pytest.raises(
+        ConfigError, match=r"line: log\.mlflow is no plain address .*: write http://HOST:PORT"
+    ) as caught:
+        load_config(config, [f"log.mlflow={json.dumps(address)}"])
+    assert "hunter2" not in json.dumps(caught.value.as_json())
+
+
+def test_plain_addresses_of_mlflow_are_kept(config: Path) -> None:
+    for address in FOR_MLFLOW:
+        assert load_config(config, [f"log.mlflow={json.dumps(address)}"]).log.mlflow == address
+
+
+KEYS = ["log.mlflow", "log.wandb", "data.root", "model.options.where", "model.weights", "data.options.a", "name"]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -74,20 +97,21 @@ def test_secret_in_any_key_is_refused(key: str, config: Path) -> None:
         load_config(config, [f"{key}=http://bob:hunter2@box"])
     assert key in str(caught.value)
     assert "command line" in str(caught.value)
+    assert "MLFLOW_TRACKING_PASSWORD" in str(caught.value)
     assert "WANDB_API_KEY" in str(caught.value)
     assert "hunter2" not in json.dumps(caught.value.as_json())
 
 
 def test_secret_in_a_file_is_refused_with_its_line(config: Path) -> None:
-    config.write_text(config.read_text().replace("wandb: null", "wandb: http://bob:hunter2@box"))
+    config.write_text(config.read_text().replace("mlflow: null", "mlflow: http://bob:hunter2@box"))
     line = next(i for i, text in enumerate(config.read_text().splitlines(), 1) if "hunter2" in text)
-    with pytest.raises(ConfigError, match=rf"config\.yaml:{line}: log\.wandb holds a password"):
+    with pytest.raises(ConfigError, match=rf"config\.yaml:{line}: log\.mlflow holds a password"):
         load_config(config)
 
 
 def test_secret_in_values_of_python_is_refused(tiny_root: Path, tmp_path: Path) -> None:
     raw: Any = tiny_config(tiny_root).model_dump(mode="json")
-    raw["log"]["wandb"] = "http://bob:hunter2@box"
+    raw["log"]["mlflow"] = "http://bob:hunter2@box"
     for given in (raw, validate_config(raw)):
         with pytest.raises(ConfigError, match="holds a password"):
             segapp.train(given, run=tmp_path / "run")
@@ -95,12 +119,12 @@ def test_secret_in_values_of_python_is_refused(tiny_root: Path, tmp_path: Path) 
 
 
 WORDS: list[list[str]] = [
-    ["train", "--plain", "--config", "config.yaml", "log.wandb=http://bob:hunter2@box"],
-    ["train", "--detach", "--config", "config.yaml", "log={wandb: 'http://bob:hunter2@box'}"],
+    ["train", "--plain", "--config", "config.yaml", "log.mlflow=http://bob:hunter2@box"],
+    ["train", "--detach", "--config", "config.yaml", "log={mlflow: 'http://bob:hunter2@box'}"],
     ["train", "--plain", "--config", "http://bob:hunter2@box/config.yaml"],
     ["train", "--plain", "--config", "config.yaml", "http://bob:hunter2@box"],
-    ["sweep", "s", "--config", "config.yaml", "log.wandb=http://bob:hunter2@box:5000,null"],
-    ["plan", "--config", "config.yaml", "--json", "log.wandb=['http://hunter2@box']"],
+    ["sweep", "s", "--config", "config.yaml", "log.mlflow=bob:hunter2@box:5000,null"],
+    ["plan", "--config", "config.yaml", "--json", "log.mlflow=[hunter2@box]"],
 ]
 
 
@@ -116,7 +140,7 @@ def test_old_run_with_a_secret_is_not_resumed_or_shown(config: Path) -> None:
     done = program("train", "--plain", "--config", "config.yaml", "--run", "run", "train.epochs=1", cwd=config.parent)
     assert done.returncode == 0, done.stderr
     own = config.parent / "run" / "config.yaml"
-    own.write_text(own.read_text().replace("wandb: null", "wandb: http://bob:hunter2@box"))
+    own.write_text(own.read_text().replace("mlflow: null", "mlflow: http://bob:hunter2@box"))
     before = own.read_bytes()
     done = program("train", "--plain", "--resume", "run", "train.epochs=2", cwd=config.parent)
     assert done.returncode == 2

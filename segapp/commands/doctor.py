@@ -21,7 +21,7 @@ from segapp.places import keep_compiled_code
 from segapp.run.words import announce_on_terminal, plural, printable, size
 
 GIB = 2**30
-_EXTRAS = {"export": "segapp export", "png": "PNG files in half the time", "wandb": "log.wandb"}
+_EXTRAS = {"export": "segapp export", "png": "PNG files in half the time", "wandb": "log.wandb", "mlflow": "log.mlflow"}
 _MARK = "segapp-doctor "  # begins the lines of a child that hold findings
 _CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import segapp.commands.doctor as d; d.try_imports()"
 

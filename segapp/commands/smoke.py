@@ -125,7 +125,7 @@ def _shortened(config: RunConfig, epochs: int) -> RunConfig:
     raw["model"] |= {"freeze_epochs": None if config.model.freeze_epochs is None else 1}
     raw["eval"] |= {"every_epochs": epochs, "every_steps": None}
     raw["checkpoint"] |= {"every_epochs": None, "every_steps": None, "every_minutes": None, "keep": 1}
-    raw["log"] |= {"every_steps": 1, "wandb": None}
+    raw["log"] |= {"every_steps": 1, "wandb": None, "mlflow": None}
     return validate_config(raw)
 
 

@@ -25,7 +25,7 @@ from segapp.assembly.pairs import check_monitor
 from segapp.commands.spawn import TrainerProcess, spawn_trainer
 from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config, load_runnable
 from segapp.config.load import parse_overrides
-from segapp.config.trust import name_tracker
+from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError, RunError, SegappError, storage_errors
 from segapp.memory.gpus import visible_gpus
 from segapp.run.files import check_tree, make_durable_directory, write_atomic
@@ -300,7 +300,7 @@ def _loaded(bases: Mapping[str, str], grid: Sequence[tuple[str, Mapping[str, str
         words = [f"{key}={text}" for key, text in settings.items()]
         try:
             config = load_runnable(bases[label], words)
-            name_tracker(config.log)
+            name_trackers(config.log)
             check_monitor(config)
             found.append(config)
         except ConfigError as error:

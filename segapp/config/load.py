@@ -4,6 +4,7 @@ import copy
 import filecmp
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import yaml
 from pydantic import ValidationError
@@ -29,6 +31,12 @@ from segapp.scores import CLASS_SCORES
 
 MAX_PROBLEMS = 50
 """Maximum number of listed problems; further ones are only counted."""
+
+_TRACKING_URI = re.compile(  # of MLflow; without a password, and for http without a user
+    r"(?i)https?://(?:[\w.-]+|\[[\da-f:.]+\])(?::\d+)?(?:[/?#]\S*)?|databricks[\w:/.-]*|(?:arn|azureml):[\w:/.-]+"
+    r"|(?:postgresql|mysql|mssql)(?:\+\w+)?://(?:(?:[\w.-]|%40)+@)?[^@\\\s]*"
+    r"|(?:sqlite(?:\+\w+)?|file):(?=/)(?!//[^/]).*|[^:@\\]+",  # files and folders
+)
 
 
 def config_places(name: str) -> list[Path]:
@@ -220,11 +228,16 @@ def _check_secrets(raw: Any, locations: KeyLocations, loc: tuple[str, ...] = ())
     inner = raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list | tuple) else ()
     for key, value in inner:
         _check_secrets(value, locations, (*loc, str(key)))
+    key, problem = ".".join(loc), ""
     if any(isinstance(text, str) and without_secrets(text) != text for text in (raw, *loc[-1:])):
-        key = ".".join(loc)
+        problem = "holds a password or token, which the files of the run would contain: write the address without it"
+    # Normalized, because a full-width @ or colon could hide a password.
+    elif loc[:2] == ("log", "mlflow") and isinstance(raw, str) and not _TRACKING_URI.fullmatch(normalize("NFKC", raw)):
+        problem = "is no plain address (not shown, as it may hold a password): write http://HOST:PORT, sqlite:///FILE"
+    if problem:
         raise ConfigError(
-            f"{locations.place(loc)}: {key} holds a password or token, which the files of the run would contain: write "
-            "the address without it, and set WANDB_API_KEY for W&B",
+            f"{locations.place(loc)}: {key} {problem}, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD "
+            "for a server of MLflow, MLFLOW_TRACKING_URI to the whole address of a database, or WANDB_API_KEY for W&B",
             key=key,
         ).see("train")
 

@@ -489,6 +489,9 @@ class LogConfig(Section):
     wandb: Text | None = None
     """Weights & Biases project. Needs the package wandb (WANDB_MODE=offline: no upload); null: off. Change it to track
     runs on wandb.ai."""
+    mlflow: Text | None = None
+    """MLflow tracking URI without a password, e.g. sqlite:///mlflow.db. Needs the package mlflow-skinny or mlflow;
+    null: off. Change it to track runs with MLflow."""
 
 
 class DistillConfig(Section):

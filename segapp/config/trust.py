@@ -1,14 +1,14 @@
-"""What a config names outside of segapp: custom components, and W&B projects, with the record of those that were named.
+"""What a config names outside of segapp: custom components, and trackers, with the record of those that were named.
 
-The config of a run may come from someone else, and its project gets metrics and settings. So no other
-project in a run's own config is used. Each line of `$XDG_STATE_HOME/segapp/trackers` is the override that names a
-project, such as `log.wandb="maps"`.
+The config of a run may come from someone else, and its trackers get metrics and settings. So no other
+tracker in a run's own config is used. Each line of `$XDG_STATE_HOME/segapp/trackers` is the override that names a
+tracker, such as `log.mlflow="http://box:5000"`.
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from segapp.config.sections import LogConfig, RunConfig
 from segapp.custom.names import is_component, resolved_near
 from segapp.custom.sources import Sources
 from segapp.custom.trust import NamedCode
+from segapp.errors import without_secrets
 from segapp.places import own_folder
 
 
@@ -61,36 +62,37 @@ def with_component_paths(raw: Any, folder: Path) -> Any:
     return resolved_near(raw, folder) if is_component(raw) else raw
 
 
+TRACKERS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_TRACKING_URI"}
+"""Key of `log:` -> the tracker's own environment variable for its value."""
+
 _NAMED = "SEGAPP_TRACKERS"
 """Environment variable with the overrides that name trackers to this process and its children, one per line."""
 
 
-def name_tracker(log: LogConfig) -> None:
-    """Accept a W&B project that the user has named, in this process and its children."""
-    if log.wandb is not None:
-        named = [*os.environ.get(_NAMED, "").split("\n"), _override(log.wandb)]
-        os.environ[_NAMED] = "\n".join(dict.fromkeys(named))
+def name_trackers(log: LogConfig, keys: Iterable[str] = tuple(TRACKERS)) -> None:
+    """Accept trackers that the user has named, in this process and its children."""
+    if named := _overrides(log, keys).values():
+        os.environ[_NAMED] = "\n".join(dict.fromkeys([*os.environ.get(_NAMED, "").split("\n"), *named]))
 
 
-def unnamed_tracker(log: LogConfig) -> str | None:
-    """Return the override of a W&B project that the user has not named, else None; record a project that was named.
+def unnamed_trackers(log: LogConfig) -> dict[str, str]:
+    """Return the keys of the trackers that the user has not named, each with its override; record the others.
 
-    It is named by a config or an override of the user, now or earlier, or by WANDB_PROJECT.
+    A tracker is named by a config or an override of the user, now or earlier, or by its environment variable.
     """
-    if log.wandb is None:
-        return None
-    override = _override(log.wandb)
-    is_named = log.wandb == os.environ.get("WANDB_PROJECT") or override in os.environ.get(_NAMED, "").split("\n")
+    in_environment = [
+        key for key, name in TRACKERS.items() if without_secrets(os.environ.get(name, "")) == getattr(log, key)
+    ]
+    named = {*os.environ.get(_NAMED, "").split("\n"), *_overrides(log, in_environment).values()}
     with contextlib.suppress(OSError):
         path = own_folder("XDG_STATE_HOME") / "trackers"
         with open(path, "a+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.seek(0)
-            if override in file.read(2**20).split("\n"):
-                return None
-            if is_named:
-                file.write(f"{override}\n")
-    return None if is_named else override
+            recorded = file.read(2**20).split("\n")
+            file.writelines(f"{each}\n" for each in _overrides(log).values() if each in named and each not in recorded)
+        named.update(recorded)
+    return {key: override for key, override in _overrides(log).items() if override not in named}
 
 
-def _override(project: str) -> str:
-    return f"log.wandb={json.dumps(project)}"
+def _overrides(log: LogConfig, keys: Iterable[str] = tuple(TRACKERS)) -> dict[str, str]:
+    return {key: f"log.{key}={json.dumps(value)}" for key in keys if (value := getattr(log, key)) is not None}

@@ -10,6 +10,7 @@ Shapes: N images, C classes, H x W of the input, h x w of the logits and of feat
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from segapp.custom.loading import shown_error
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
 from segapp.models.own_generator import OwnGenerator
+from segapp.parallel.dropout import SampleMasks, sample_masks
+from segapp.parallel.recompute import activations_kept
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm over a single value."""
@@ -104,6 +107,34 @@ class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.were_made |= func.overloadpacket in _LOOK_UPS
         return func(*args, **(kwargs or {}))
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operators that draw random numbers."""
+
+    were_made = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.were_made |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def draws_numbers(model: SegmentationModel, criterion: nn.Module) -> bool:
+    """Return True if a training step draws random numbers from torch's generator, apart from masks of samples.
+
+    The network must have been given to `mask_by_sample`. The answer is also True if no copy of it runs.
+    """
+    size_px = model.fixed_size_px or _sides(model.size_divisor, model.min_size_px)
+    target = torch.zeros(2, *size_px, dtype=torch.uint8)
+    for device in ("meta", "cpu"):
+        with contextlib.suppress(Exception):
+            probe, loss = _copy_on(model, device), copy.deepcopy(criterion).to(device)
+            keys = SampleMasks(probe, seed=0).keys(epoch=1, first=0, count=2)
+            with OwnGenerator(), _Draws() as draws, sample_masks(keys), activations_kept():  # type: ignore[no-untyped-call]
+                logits, _ = _run(probe, 2, size_px, training=True)
+                loss(logits, target.to(device))
+            return bool(draws.were_made)
+    return True
 
 
 def _refusal(model: SegmentationModel, failure: str) -> ConfigError:

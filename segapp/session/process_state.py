@@ -15,10 +15,15 @@ from segapp.accelerator import all_random_states_kept
 from segapp.assembly.devices import numerics
 from segapp.config import TrainConfig
 from segapp.errors import ConfigError
+from segapp.losses import AdditiveCriterion
+from segapp.models import SegmentationModel
+from segapp.models.inspection import draws_numbers
 from segapp.run.files import OTHERS_WRITE
 
 _lock = threading.Lock()
 _trainings: list[TrainConfig] = []
+_trained: list[tuple[SegmentationModel, AdditiveCriterion]] = []
+"""The models that the trainings of this process train, and their losses."""
 _restoring = contextlib.ExitStack()
 
 
@@ -52,6 +57,28 @@ def process_state(train: TrainConfig) -> Iterator[None]:
             _trainings.remove(train)
             if not _trainings:
                 _restoring.close()
+
+
+@contextlib.contextmanager
+def sharing_random_numbers(model: SegmentationModel, criterion: AdditiveCriterion) -> Iterator[None]:
+    """Refuse a training next to another one of this process if a model or loss of them draws random numbers itself.
+
+    Raises:
+        ConfigError: both would draw from the generators of the process, in an order that threads decide.
+    """
+    with _lock:
+        others = [*_trained] and [(model, criterion), *_trained]
+        if drawing := next((each for each, loss in others if draws_numbers(each, loss)), None):
+            raise ConfigError(
+                f"another training runs in this process, and {drawing.name} or its loss draws random numbers in a step "
+                "from a generator that both would share: train one after the other, or in separate processes"
+            ).see("python")
+        _trained.append((model, criterion))
+    try:
+        yield
+    finally:
+        with _lock:
+            _trained.remove((model, criterion))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from segapp.config import RunConfig, changed_keys, check_code, kept_on_resume, load_config, load_runnable, named_config
 from segapp.config.load import find_config, parse_overrides
-from segapp.config.trust import name_tracker, named_code
+from segapp.config.trust import TRACKERS, name_trackers, named_code
 from segapp.custom.sources import Sources, kept_sources
 from segapp.errors import ConfigError, DistributedError, SegappError
 from segapp.run.checkpoints import CheckpointFolder
@@ -61,11 +61,10 @@ def plan_request(config: str | None, overrides: Sequence[str], run: Path | None,
         ConfigError: the config, or the run or file, does not exist or is invalid.
     """
     request = _plan(config, overrides, run, resume)
-    if ("log", "wandb") in parse_overrides(overrides):
-        name_tracker(request.config.log)
-    # A config in a run folder may be another user's, whose tracker this user has not chosen.
+    name_trackers(request.config.log, [key for key in TRACKERS if ("log", key) in parse_overrides(overrides)])
+    # A config in a run folder may be another user's, whose trackers this user has not chosen.
     if config is not None and not any(is_run(each) or is_sweep(each) for each in find_config(config).resolve().parents):
-        name_tracker(load_config(config, overrides).log)
+        name_trackers(load_config(config, overrides).log)
     distill = request.config.distill
     if distill is not None and not Path(distill.teacher).is_file():
         try:

@@ -30,7 +30,7 @@ from segapp.checkpoint.training_state import (
     saved_state,
 )
 from segapp.config import RunConfig, component_names, dump_config
-from segapp.config.trust import unnamed_tracker
+from segapp.config.trust import unnamed_trackers
 from segapp.custom.trust import accepted_sources, using_copies
 from segapp.datasets.resources import freed_memory_kept
 from segapp.errors import (
@@ -53,7 +53,7 @@ from segapp.run.files import append_to_run, machine_id, machine_names, storage_e
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, printable, say
 from segapp.session.failures import Outcome, as_segapp_error, outcome_of
-from segapp.session.process_state import process_state
+from segapp.session.process_state import process_state, sharing_random_numbers
 from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
 from segapp.session.request import TrainRequest, open_folder
 from segapp.session.start_checks import changed_length_note
@@ -359,6 +359,7 @@ def _restored_trainer(
                 limit=request.limit,
             )
         ) as trainer,
+        sharing_random_numbers(trainer.engine.model, trainer.engine.criterion),
     ):
         _check_same_split(trainer.controller.batch_split.current, ranks)
         if checkpoint is not None:
@@ -448,13 +449,14 @@ def _prepare_events(
             if (sources := accepted_sources(name)) is not None:
                 sources.keep(context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
-        if (override := unnamed_tracker(config.log)) is not None:
+        for key, override in (unnamed := unnamed_trackers(config.log)).items():
             message = (
-                "log.wandb is in the config of this run, but you have not named it on this machine: the training "
+                f"log.{key} is in the config of this run, but you have not named it on this machine: the training "
                 f"continues without it; if you know it, stop and resume with {shlex.quote(override)}"
             )
             event_log.emit(Alert(kind="trackers", message=message))
-            config = config.model_copy(update={"log": config.log.model_copy(update={"wandb": None})})
+        log = config.log.model_copy(update=dict.fromkeys(unnamed))
+        config = config.model_copy(update={"log": log})
         event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.start.classes, at_step))
 
 

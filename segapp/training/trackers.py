@@ -1,10 +1,11 @@
-"""Send a run's metrics to TensorBoard and Weights & Biases.
+"""Send a run's metrics to TensorBoard, Weights & Biases and MLflow.
 
 Trackers get the events of the main rank. They cannot stop a training: a tracker that raises is switched off.
 """
 
 import math
 import os
+import re
 import shlex
 import sys
 import threading
@@ -21,9 +22,9 @@ from segapp.run.words import first_line, printable
 from segapp.scores import SCORES, count_scored, score_named
 
 _FILES_OF_WANDB = ("wandb/settings", ".wandb/settings", "config-defaults.yaml")
-_OFF = {"tensorboard": "false", "wandb": "null, or WANDB_MODE=offline in the environment"}
-_ANSWER_S = 6.0
-"""Seconds in which the server of W&B must answer, unless the user's variables say otherwise."""
+_OFF = {"tensorboard": "false", "wandb": "null, or WANDB_MODE=offline in the environment", "mlflow": "null"}
+_ANSWER_S = "6"
+"""Seconds in which a server of W&B or MLflow must answer, unless the user's variables say otherwise."""
 
 
 class Tracker(Protocol):
@@ -168,6 +169,56 @@ class WandbTracker:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
+class MlflowTracker:
+    """Logs to MLflow: a server, a database, or a folder, such as `sqlite:///mlflow.db` or `http://box:5000`.
+
+    A resumed run continues with the `run_id` of the segapp run.
+    """
+
+    _ENDS = {"finished": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012 -- a constant
+
+    def __init__(self, uri: str, experiment: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it sends statistics to its makers
+        from unittest import mock
+
+        from mlflow.entities import Metric, Param, RunStatus
+        from mlflow.tracking import MlflowClient
+
+        self._metric: Any = Metric
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        limits = {"MLFLOW_HTTP_REQUEST_TIMEOUT": _ANSWER_S, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        with mock.patch.dict(os.environ, limits | dict(os.environ)):  # later requests are repeated for minutes
+            known = self._client.get_experiment_by_name(experiment)
+        experiment_id = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        earlier = self._client.search_runs([experiment_id], f"tags.segapp_run_id = '{run_id}'", max_results=1)
+        if earlier:
+            self._id = earlier[0].info.run_id
+            self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
+            return
+        self._id = self._client.create_run(experiment_id, run_name=name, tags={"segapp_run_id": run_id}).info.run_id
+        params = [Param(key, str(value)[:500]) for key, value in settings.items()]
+        for start in range(0, len(params), 100):
+            self._client.log_batch(self._id, params=params[start : start + 100])
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Log the numbers of a step in one request."""
+        import time
+
+        now_ms = int(time.time() * 1000)
+        metrics = [self._metric(_name_of_mlflow(tag), value, now_ms, step) for tag, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self, status: str, best: Mapping[str, float]) -> None:
+        for key, value in best.items():
+            self._client.set_tag(self._id, _name_of_mlflow(key), f"{value:.6f}")
+        self._client.set_terminated(self._id, self._ENDS.get(status, "FAILED"))
+
+
+def _name_of_mlflow(tag: str) -> str:
+    """Return a name for a metric or a tag: MLflow does not allow other characters."""
+    return re.sub(r"[^A-Za-z0-9_\-./ ]", "_", tag)
+
+
 def make_trackers(
     config: RunConfig, folder: RunFolder, classes: Sequence[str], step: int | None
 ) -> list[TrackerListener]:
@@ -181,12 +232,12 @@ def make_trackers(
     run_id = info.id if info is not None else folder.name
     log, listeners = config.log, []
 
-    def add(name: str, make: Callable[[], Tracker]) -> None:
+    def add(name: str, package: str, make: Callable[[], Tracker]) -> None:
         try:
             tracker = make()
         except ModuleNotFoundError as error:
-            if error.name is not None and error.name.split(".")[0] == name:
-                raise ConfigError(f"log.{name} needs the package {name}: pip install {name}") from None
+            if error.name is not None and error.name.split(".")[0] == package.split("-")[0]:
+                raise ConfigError(f"log.{name} needs the package {package}: pip install {package}") from None
             raise
         except Exception as error:  # no login, no server, no disk space
             what = without_secrets(f"{type(error).__name__}: {first_line(error)}")
@@ -197,8 +248,12 @@ def make_trackers(
 
     if log.tensorboard:
         purge = None if step is None else step + 1
-        add("tensorboard", lambda: TensorBoardTracker(folder.tensorboard, settings, purge))
+        add("tensorboard", "tensorboard", lambda: TensorBoardTracker(folder.tensorboard, settings, purge))
     if log.wandb is not None:
         project = log.wandb
-        add("wandb", lambda: WandbTracker(folder.path, project, settings, run_id, folder.name))
+        add("wandb", "wandb", lambda: WandbTracker(folder.path, project, settings, run_id, folder.name))
+    if log.mlflow is not None:
+        whole = os.environ.get("MLFLOW_TRACKING_URI", "")  # may hold the password of the same address
+        uri = whole if without_secrets(whole) == log.mlflow else log.mlflow
+        add("mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name))
     return listeners

@@ -50,6 +50,10 @@ RESUME = """
 result, whole = segapp.train(resume="demo"), segapp.train("demo.yaml", short, run="whole", progress=False)
 print(json.dumps([result.history.rows(), whole.history.rows()]))
 """
+PLOT = """
+axes, bars = result.history.plot(), segapp.evaluate(result.run, progress=False).plot()
+print(json.dumps([line.get_ydata().tolist() for line in axes.lines]), bars.get_title())
+"""
 
 
 @pytest.mark.slow
@@ -58,8 +62,8 @@ def test_interrupted_training_resumes_in_the_same_kernel(tmp_path: Path) -> None
     """It is interrupted in the second of three epochs, each with 8 steps, and has the scores of a run that is not."""
     (tmp_path / "data").symlink_to(ROOT / "data")
     log = tmp_path / "runs" / "demo" / "events.jsonl"
-    train, status, resume = run_cells(
-        [TRAIN, STATUS, RESUME], tmp_path, lambda: log.exists() and log.read_text().count('"type":"step"') > 8
+    train, status, resume, plot = run_cells(
+        [TRAIN, STATUS, RESUME, PLOT], tmp_path, lambda: log.exists() and log.read_text().count('"type":"step"') > 8
     )
     assert train.outputs[-1].ename == "KeyboardInterrupt"
     shown = json.loads(printed_by(status))
@@ -74,6 +78,11 @@ def test_interrupted_training_resumes_in_the_same_kernel(tmp_path: Path) -> None
     resumed, whole = ([{**row, "val_s": 0} for row in rows] for rows in json.loads(printed_by(resume).splitlines()[-1]))
     assert [row["epoch"] for row in resumed] == [1, 2, 3]
     assert resumed == whole
+    losses = [[row[key] for row in whole] for key in ("train_loss", "loss")]
+    assert printed_by(plot) == f"{losses} val: mIoU {max(row['miou'] for row in whole):.4f}\n"
+    assert [sorted(output.data) for output in plot.outputs if output.output_type == "display_data"] == [
+        ["image/png", "text/plain"]
+    ] * 2
 
 
 def run_cells(texts: Sequence[str], folder: Path, interrupts: Callable[[], bool] | None = None) -> list[Any]:

@@ -70,7 +70,7 @@ IN_FULL = {
     "predict#leave-out-uncertain-pixels": "Per-pixel confidence",
     "export#tensorrt": "TensorRT",
     "python#callbacks-and-stopping": "Callbacks",
-    "train#tensorboard-and-weights--biases": "Open TensorBoard",
+    "train#tensorboard-weights--biases-and-mlflow": "Open TensorBoard",
     "platforms#licenses": "License of weights",
 }
 """Topic with its section -> a question, which finds it first."""

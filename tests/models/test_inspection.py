@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
+from segapp.losses import CriterionCE, PlainCriterion
 from segapp.models import SegmentationModel, build_model
 from segapp.models.by_name import PythonModel
-from segapp.models.inspection import inspect_model
+from segapp.models.inspection import draws_numbers, inspect_model
+from segapp.parallel import mask_by_sample
 
 SIZES = {  # divisor and only size; the comments say what the library claims or refuses
     ("Unet", "tu-hrnet_w18_small"): (32, None),  # any size
@@ -162,3 +164,11 @@ def test_refused_network_has_size_and_reason(refusal: str, reason: str) -> None:
     model = PythonModel(Awkward(False, refusal), name="own:Awkward", num_classes=2, in_channels=3)
     with pytest.raises(ConfigError, match=rf"own:Awkward cannot run on images of 69x453 px: {reason}.*fixed_size_px"):
         inspect_model(model)
+
+
+def test_step_that_cannot_be_tried_counts_as_drawing() -> None:
+    """The layers of dropout have their masks by sample; what draws is told from what does not by a trial."""
+    model = build_model("torchvision", "fcn", 3, encoder="mobilenet_v3_small", aux=False)
+    mask_by_sample(model)
+    broken, drawing = (PlainCriterion(loss) for loss in (lambda *_: None, lambda x, _: x.mean() * torch.rand(())))
+    assert [draws_numbers(model, each) for each in (CriterionCE(), drawing, broken)] == [False, True, True]

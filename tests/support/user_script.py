@@ -44,7 +44,7 @@ def trains(config: segapp.RunConfig) -> segapp.History:
     segapp.train("demo.yaml", "train.epochs=2")  # type: ignore[arg-type]
     config.train.epoch  # type: ignore[attr-defined]
     config.train.epochs = 3  # type: ignore[misc]
-    print(result.is_finished, result.reason, result.step)
+    print(result.plot().get_title(), result.is_finished, result.reason, result.step)
     return assert_type(result.history[-3:] + segapp.history("demo"), segapp.History)
 
 

@@ -440,7 +440,7 @@ def test_screen_says_what_run_it_is_and_shows_its_config(fresh: RecordedRun) -> 
     config = ["name: a", "data:", "  format: folder", "  root: \"/data/wheat\\x9b-2026\"", "model:",
               "  name: DeepLabV3Plus",
               "optim:", "  name: adamw", "  lr: 0.014", "parallel:", "  gpu0_bsz: 4",
-              "log:", "  wandb: http://bob:secret@box/x"]  # fmt: skip
+              "log:", "  mlflow: http://bob:secret@box/x"]  # fmt: skip
     fresh.folder.write_config("\n".join(config) + "\n")
     changes = ({"gpu0_bsz": 6}, {"lr_factor": 0.5}, {"lr_factor": 0.25})
     for i, change in enumerate(changes):

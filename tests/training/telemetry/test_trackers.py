@@ -1,4 +1,4 @@
-"""Real trackers on this machine: the data in TensorBoard and Weights & Biases equal the events."""
+"""Real trackers on this machine: the data in TensorBoard, Weights & Biases and MLflow equal the events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,10 +16,13 @@ from unittest.mock import Mock, call
 import pytest
 
 from segapp.config.load import config_of
+from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.training.trackers import TrackerListener, WandbTracker, make_trackers
+from tests.support import ROOT
+from tests.support.network import network
 from tests.support.runs import events, merged, train
 
 
@@ -196,17 +200,61 @@ def test_mode_and_timeout_of_wandb_are_the_users(
     assert fake.teardown.call_count == (mode is None)
 
 
-def test_wandb_that_must_be_online_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Mock(init=Mock(side_effect=OSError("no route")))
-    fake.Settings = type("Settings", (dict,), {"settings_workspace": "wandb/settings"})
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    without_wandb_variables(monkeypatch, WANDB_MODE="online")
+def test_mlflow_without_an_answer_is_refused_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    server = socket.create_server(("127.0.0.1", 0))
     base = {"name": "x", "data": {"format": "voc", "root": "d"}}
-    config = config_of(base, ["log.wandb=tests", "log.tensorboard=false"])
-    with pytest.raises(ConfigError, match=r"log\.wandb cannot be used: .*no route: correct it, or set log\.wandb"):
+    config = config_of(base, [f"log.mlflow=http://127.0.0.1:{server.getsockname()[1]}", "log.tensorboard=false"])
+    start_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"log\.mlflow cannot be used: .*: correct it, or set log\.mlflow: null$"):
         make_trackers(config, RunFolder.create(path=tmp_path / "run"), ["a"], None)
-    cured = config_of(config.model_dump(mode="json"), ["log.wandb=null"])
+    assert time.monotonic() - start_s < 15
+    server.close()
+    cured = config_of(config.model_dump(mode="json"), ["log.mlflow=null"])
     assert make_trackers(cured, RunFolder(tmp_path / "run"), ["a"], None) == []
+
+
+@pytest.mark.slow
+def test_mlflow_sends_no_statistics(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    code = (
+        "import sys; from segapp.training.trackers import MlflowTracker; "
+        "MlflowTracker(sys.argv[1], 'tests', {}, 'id', 'name').close('finished', {})"
+    )
+    with network(tmp_path / "network") as seen:
+        environ = {**os.environ, **seen.env, "PYTHONPATH": f"{seen.env['PYTHONPATH']}{os.pathsep}{ROOT}"}
+        environ = {name: value for name, value in environ.items() if "CI" not in name and "PYTEST" not in name}
+        words = [sys.executable, "-c", code, f"sqlite:///{tmp_path}/mlflow.db"]
+        subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, timeout=280, check=True)
+        assert seen.take() == []
+
+
+def test_mlflow_logs_the_whole_run_and_continues_on_resume(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    uri, run, working_directory = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run", tmp_path / "elsewhere"
+    working_directory.mkdir()
+    monkeypatch.chdir(working_directory)
+    monkeypatch.setenv("SEGAPP_TRACKERS", "")  # ends with the test what the user names in it
+    config = merged(tiny, train={"epochs": 1, "batch_size": 5}, log={"mlflow": uri, "tensorboard": False})
+    name_trackers(config.log)
+    assert train(config, run) == 0
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("tiny")
+    (found,) = client.search_runs([experiment.experiment_id])
+    told = client.get_metric_history(found.info.run_id, "train/loss")
+    assert [(m.step, m.value) for m in told] == [(e["step"], pytest.approx(e["loss"])) for e in events(run, "step")]
+    assert found.info.status == "FINISHED"
+    assert found.data.params["optim.lr"] == "0.001"
+    made = make_trackers(config, RunFolder(run), ["a"], 5)
+    made[0].close()
+    assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
 def test_missing_tracker_package_is_one_clear_error(
