@@ -1,6 +1,7 @@
 """The config: accepted values, refused values, and the error messages."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,35 @@ def test_problem_names_its_key_and_the_nearest(override: str, message: str) -> N
     with pytest.raises(ConfigError) as caught:
         config_of({**MINIMAL, "data": {**MINIMAL["data"]}}, [override])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("loss.plus=[{name: ce}, {name:dice,weight:0.5}]", [{"name": "ce"}, {"name": "dice", "weight": 0.5}]),
+        ("data.label_map={0:255,1: 0,2:1}", {0: 255, 1: 0, 2: 1}),
+        ("data.augment=[{Blur:{p:0.5}}, {HorizontalFlip}]", [{"Blur": {"p": 0.5}}, {"HorizontalFlip": None}]),
+        ("distill={'teacher:runs/a:b'}", {"teacher": "runs/a:b"}),
+        ("loss.plus='[{name:dice}]'", [{"name": "dice"}]),
+        ("data.label_map='{0:255,1:0}'", {0: 255, 1: 0}),
+        ("loss.plus=name:dice", [{"name": "dice"}]),
+        ("data.crop_px=512x384", [512, 384]),
+        ("model.freeze=backbone", ["backbone"]),
+    ],
+)
+def test_value_without_a_space_or_brackets_is_written_out(override: str, meant: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({**MINIMAL, "data": {**MINIMAL["data"]}}, [override])
+    told, key = str(caught.value).partition(": write ")[2], override.partition("=")[0]
+    word = shlex.split(told)[0] if told.startswith("'") else f"{key}={told}"
+    assert parse_overrides([word]) == {tuple(key.split(".")): meant}
+
+
+def test_line_without_a_space_is_written_out(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "name: x\nloss:\n  plus: [{name:dice}, {name: 'a:b'}, {\"name:ce\"}]\n")
+    told = "plus: [{name: dice}, {name: 'a:b'}, {name: ce}]"
+    assert said.endswith(f"c.yaml:3: not valid YAML: name:dice lacks a space after its colon: write {told}")
+    assert parse_yaml("augment: [{./parts.py:darken}, {'': }, {a.b:c}]")[0]["augment"][0] == {"./parts.py:darken": None}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Error messages for configs: place, key, value, accepted values, and the nearest known key."""
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from segapp.config.modes import unsupported
@@ -22,6 +25,7 @@ from segapp.config.words import (
     options_of,
     words_of,
 )
+from segapp.config.yaml_reader import parse_yaml
 from segapp.custom.names import COMPONENT_PATTERN, is_component
 from segapp.errors import ConfigError, some_names
 
@@ -135,8 +139,24 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
         options = options_of(loc)
         if options and kind in {"int_parsing", "int_type", "string_type", "list_type", "float_type"}:
             text = f"accepted: {options}"
+        text += _as_flow(loc, value, text)
     text = text[:1].lower() + text[1:]
     return f"{locations.place(loc)}: {key} = {_shown(value)}: {_hint(loc, value)}{text}"
+
+
+def _as_flow(loc: Sequence[str], value: object, expected: str) -> str:
+    """Return ": write [512, 512]" for a value that lacks only the brackets or spaces of what is expected; else ""."""
+    is_list, text = expected == _ACCEPTED["list_type"], str(value).strip("[]{} ")
+    if not isinstance(value, str | dict) or not (is_list or expected == _ACCEPTED["dict_type"]):
+        return ""
+    text = re.sub(r"(?<=\d)x(?=\d)", ",", text)  # 512x512
+    if not is_list or loc[-1] in LISTS_OF_SECTIONS:
+        text = "{" + re.sub(r"(^|[,{] *)(\w+):(?=\S)", r"\1\2: ", text) + "}"
+    with contextlib.suppress(ConfigError):
+        meant, _ = parse_yaml(f"[{text}]")
+        if meant and None not in (meant[0].values() if isinstance(meant[0], dict) else ()):
+            return f": write {yaml.safe_dump(meant if is_list else meant[0], default_flow_style=True).strip()}"
+    return ""
 
 
 def _hint(loc: Sequence[str], value: object) -> str:

@@ -4,6 +4,7 @@ The nesting and the number of values are limited during parsing, so any text is 
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,8 +74,10 @@ _Loader.add_implicit_resolver(
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _loader, node: int(str(node.value)))  # no octal, no 60s
 
 
-def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
-    """Note the line of each key; raise YAMLError for a merge key, and for a key that is defined twice."""
+def _walk(
+    node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], tight: dict[yaml.Node, str]
+) -> None:
+    """Note the line of each key, and the keys that hold their values because a space is missing, as `{name:dice}`."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -89,11 +92,15 @@ def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], i
                 )
             seen.add(name)
             lines[(*path, name)] = key.start_mark.line + 1
-            _walk(value, (*path, name), lines)
+            first, colon, rest = name.partition(":")
+            is_left_out = value.start_mark.index == value.end_mark.index
+            if node.flow_style and colon and is_left_out and not {".", "/"} & set(first):  # no custom component
+                tight[key] = f"{first}: {rest}"
+            _walk(value, (*path, name), lines, tight)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             lines[(*path, str(index))] = value.start_mark.line + 1
-            _walk(value, (*path, str(index)), lines)
+            _walk(value, (*path, str(index)), lines, tight)
 
 
 def parse_yaml(
@@ -109,15 +116,28 @@ def parse_yaml(
     try:
         if len(text) > MAX_CHARS:
             raise ValueError(f"more than {MAX_CHARS} characters: is it a config?")
-        loader, lines = _Loader(text), dict[tuple[str, ...], int]()
-        node = loader.get_single_node()
-        if node is None:
-            return None, lines
-        _walk(node, (), lines)
-        return loader.construct_document(node), lines
+        return _parse(text, key)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
         number = mark.line + 1 if mark else None if position is None else text.count("\n", 0, position) + 1
         place = what if number is None else f"{what}:{number}"
         problem = getattr(error, "problem", None) or (str(error).splitlines() or ["nested too deeply"])[0]
         raise ConfigError(f"{place}: not valid YAML: {problem}", key=key, path=path) from None
+
+
+def _parse(text: str, key: str | None) -> tuple[Any, dict[tuple[str, ...], int]]:
+    loader, lines = _Loader(text), dict[tuple[str, ...], int]()
+    node = loader.get_single_node()
+    if node is None:
+        return None, lines
+    tight: dict[yaml.Node, str] = {}
+    _walk(node, (), lines, tight)
+    for wrong, meant in reversed(tight.items()):
+        text = f"{text[: wrong.start_mark.index]}{meant}{text[wrong.end_mark.index :]}"
+    for wrong in tight:
+        written = text.splitlines()[wrong.start_mark.line].strip()
+        written = written if key is None else shlex.quote(f"{key}={written}")
+        raise yaml.MarkedYAMLError(
+            problem=f"{wrong.value} lacks a space after its colon: write {written}", problem_mark=wrong.start_mark
+        )
+    return loader.construct_document(node), lines

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from segapp.datasets.files import ImagePair, check_same_size, shown
+from segapp.datasets.resources import evenly_spread
 from segapp.datasets.walk import composed, has_cure, left_out
 from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.onboarding.annotations import (
@@ -118,6 +120,7 @@ def _nothing_known(tree: Tree, by_names: Sequence[Layout]) -> str:
         if image and mask:
             said = f"the names of {len(layout.pairs)} masks agree with the names of their images, the sizes do not: "
             check_same_size(pair, image.header.size_px, mask.header.size_px, said)
+    _refuse_siblings(tree)
     entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
     there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
     note = "".join(f"; {line}" for line in left_out(filter(has_cure, tree.others), ()))
@@ -128,6 +131,31 @@ def _nothing_known(tree: Tree, by_names: Sequence[Layout]) -> str:
         "mask a line"
     )
 
+
+def _refuse_siblings(tree: Tree) -> None:
+    """Raise DataError for annotations of a known kind that are not read."""
+    for suffix, pattern, words in _SIBLINGS:
+        for path in evenly_spread([path for path in (*tree.others, *tree.images) if path.endswith(suffix)], MAX_SHOWN):
+            if re.search(pattern, os.fsencode(path) + b"\n" + tree.read(path, 2**16), re.MULTILINE):
+                raise DataError(f"{shown(tree.root / path)}: {words}", path=path)
+
+
+_NO_OUTLINES = "have no outlines: draw the objects as polygons, for example in CVAT"
+_SIBLINGS = (
+    (".xml", rb"<bndbox>", f"boxes of Pascal VOC {_NO_OUTLINES}"),
+    (".txt", rb"^\d+( [\d.]+){4,5}\s*$", f"boxes of YOLO {_NO_OUTLINES}"),
+    (".json", rb'"segments_info"', "panoptic COCO is not read: write semantic masks with panopticapi's converters"),
+    (".json", rb'"dm_format_version"', "Datumaro is not read: convert it with datum convert -f coco_instances"),
+    (".json", rb'"shape_attributes"', "VGG Image Annotator's format is not read: export it as COCO"),
+    (".json", rb'"(bbox|keypoints)"', f"boxes and keypoints of COCO {_NO_OUTLINES}"),
+    (".json", rb'"(polygon|brush)labels"', "Label Studio: accept the predictions, and export JSON, not JSON-MIN"),
+    (
+        ".png",
+        rb"task-\d+-annotation-\d+-",
+        "Label Studio's masks name no image: export JSON, which has the strokes",
+    ),
+)
+"""Ending, pattern in the path or the first 64 KiB, and what to do."""
 
 CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "COCO": find_coco,

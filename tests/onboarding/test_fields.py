@@ -576,20 +576,38 @@ def test_brush_stroke_that_is_damaged_is_left_out(change: Any, problem: str, tmp
     assert re.search(rf"tasks\.json: image \S*{CHANGED}\.jpg: .*object 1: value\.rle .*{problem}", lines[0]), lines
 
 
-TRACKS = {
+SIBLINGS = {
     "annotations.xml": ('<annotations><track id="0" label="car"/></annotations>', "CVAT for images 1.1"),
     "both.xml": (
         '<annotations><image name="0003.jpg"><box label="car"/></image><track id="0" label="car"/></annotations>',
         "tracks of CVAT for video",
     ),
+    "voc/0003.xml": (
+        "<annotation><object><bndbox><xmin>4</xmin></bndbox></object></annotation>",
+        "Pascal VOC",
+    ),
+    "0003.txt": ("0 0.5 0.5 0.25 0.25\n1 0.25 0.5 0.25 0.25\n", "boxes of YOLO have no outlines"),
+    "panoptic.json": ('{"annotations": [{"segments_info": []}]}', "panopticapi"),
+    "boxes.json": (
+        '{"images": [], "annotations": [{"bbox": [1, 2, 3, 4]}], "categories": []}',
+        "boxes and keypoints",
+    ),
+    "default.json": ('{"dm_format_version": "1.0", "items": []}', "datum convert"),
+    "via.json": ('{"0003.jpg1": {"regions": [{"shape_attributes": {}}]}}', "export it as COCO"),
+    "min.json": ('[{"image": "0003.jpg", "label": [{"polygonlabels": ["car"]}]}]', "JSON-MIN"),
+    "task-3-annotation-7-by-1-tag-car-0.png": (None, "export JSON"),
 }
 
 
-@pytest.mark.parametrize("file", TRACKS)
-def test_tracks_are_not_read(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", SIBLINGS)
+def test_annotations_that_are_not_read_are_named(file: str, tmp_path: Path) -> None:
     images_in(tmp_path)
-    content, words = TRACKS[file]
-    (tmp_path / file).write_text(content)
+    content, words = SIBLINGS[file]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    if content is None:
+        Image.new("L", (WIDTH, HEIGHT), 255).save(tmp_path / file)
+    else:
+        (tmp_path / file).write_text(content)
     with pytest.raises(DataError, match=words) as caught:
         find_candidates(survey_tree(tmp_path))
     assert file in str(caught.value)
