@@ -1,4 +1,4 @@
-"""The panes of the devices and of `gpu0_bsz`: memory and load, and the batch split."""
+"""The panes of the devices and of the batch split: memory and load, and the samples of each device."""
 
 import math
 from collections.abc import Sequence
