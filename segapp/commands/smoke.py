@@ -28,10 +28,10 @@ from segapp.errors import CheckpointError, ConfigError, DataError, cannot_be_wri
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.words import duration, printable, size
+from segapp.session.build import build_timetable
 from segapp.session.request import ImageLimit, TrainRequest
 from segapp.session.session import run_session
 from segapp.session.start_checks import schedule_notes
-from segapp.session.trainer import build_timetable
 from segapp.training.progress import Timetable
 
 NUM_STEPS = 4

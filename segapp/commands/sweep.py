@@ -203,7 +203,7 @@ def _common_momentum(configs: Sequence[RunConfig]) -> str | None:
     }
     if len(different) < 2:
         return None
-    from segapp.session.trainer import common_momentum
+    from segapp.session.build import common_momentum
 
     return f"train.bn_momentum={json.dumps(common_momentum(list(different.values())))}"
 

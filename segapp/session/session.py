@@ -52,12 +52,12 @@ from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEn
 from segapp.run.files import append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.words import announce, printable, say
+from segapp.session.build import build_trainer
 from segapp.session.failures import Outcome, as_segapp_error, outcome_of
 from segapp.session.process_state import process_state, sharing_random_numbers
 from segapp.session.ranks import RANK_DEVICES, devices_of_launcher, joined_ranks, launch_ranks
 from segapp.session.request import TrainRequest, open_folder
 from segapp.session.start_checks import changed_length_note
-from segapp.session.trainer import build_trainer
 from segapp.training.console import PlainReporter
 from segapp.training.context import DeviceLocations, RunContext
 from segapp.training.live.replay import report_reverted_split

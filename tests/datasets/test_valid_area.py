@@ -26,7 +26,7 @@ from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import count_files
 from segapp.errors import ConfigError, DataError
 from segapp.parallel.distributed import Ranks
-from segapp.session.trainer import _frequencies
+from segapp.session.build import _frequencies
 from tests.support.drawn_folders import with_orientation
 
 FIELDS = {"04": (61, 47, 30, 23, 19), "07": (53, 71, 20, 44, 18), "s/20": (45, 59, 30, 12, 15)}

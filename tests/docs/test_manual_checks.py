@@ -22,7 +22,7 @@ BY_SCORES = "how much is too much depends on the task; eval and report print the
 SAID: dict[str, str | tuple[str, str]] = {
     # start of the sentence -> why it is not computed, or the file of the product and the words that say it
     "| one class covers everything": ("training/learning.py", "every pixel is predicted as"),
-    "| the training loss falls, the evaluation stays poor": ("session/trainer.py", "train.bn_momentum = "),
+    "| the training loss falls, the evaluation stays poor": ("session/build.py", "train.bn_momentum = "),
     "| few images": ("commands/check.py", "a model with random weights: set model.weights_backbone"),
     "| fine structures are lost": ("onboarding/proposal.py", "would keep only"),
     "| from the first steps": ("training/trainer.py", "add schedule.warmup_steps or optim.clip_grad_norm"),
@@ -45,7 +45,7 @@ SAID: dict[str, str | tuple[str, str]] = {
     "If the batch does not fit": ("planning/auto.py", "or set train.batch_size to"),
     "If most pixels are background": ("commands/check.py", "set checkpoint.monitor="),
     "| the loss jumps or becomes NaN": ("training/trainer.py", "add schedule.warmup_steps or optim.clip_grad_norm"),
-    "| the loss falls, and the validation stays poor": ("session/trainer.py", "train.bn_momentum = "),
+    "| the loss falls, and the validation stays poor": ("session/build.py", "train.bn_momentum = "),
     "- If you resume a run with another": "a fact about a resume, with nothing to set",
     "| gray PNG with other values": ("datasets/masks.py", "Check data.classes, or map the ids in data.label_map"),
     "| black and white": ("datasets/masks.py", "A black and white mask: set data.label_map to {255: 1}"),

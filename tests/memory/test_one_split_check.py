@@ -30,7 +30,7 @@ from segapp.training.live.changes import ChangeRecord
 from segapp.training.live.commands import CommandController
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
-from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
+from segapp.training.step.divided import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.tui.devices import why_no_split
 from segapp.tui.dialogs import SettingScreen
 from segapp.view.view import EventFold, View

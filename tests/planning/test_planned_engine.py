@@ -17,7 +17,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.planning.simulate import build_simulator
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.session.trainer import build_trainer
+from segapp.session.build import build_trainer
 from segapp.training.context import RunContext
 from segapp.training.pulse import Liveness
 from segapp.training.signals import StopSignals

@@ -33,8 +33,8 @@ from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.launch import STORE_VARIABLE
 from segapp.precision import Precision
+from segapp.training.step.divided import RankNetwork, TrainedNetwork
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.network import RankNetwork, TrainedNetwork
 from segapp.training.step.update import WeightUpdate
 
 FULL_BATCH = 8

@@ -14,7 +14,7 @@ from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
-from segapp.session.trainer import _build_datasets
+from segapp.session.build import _build_datasets
 from tests.support.fault_table import case
 from tests.support.golden_runs import float64
 from tests.support.rank_runs import losses, trained_by_ranks

@@ -16,7 +16,7 @@ from segapp.memory.split_check import SplitChecker, tensor_frac
 from segapp.models.blocks import find_blocks
 from segapp.parallel import recomputed_blocks, set_recompute
 from segapp.parallel.recompute import is_recomputable
-from segapp.training.step.network import TrainedNetwork
+from segapp.training.step.divided import TrainedNetwork
 
 
 class RecomputableBlocks:

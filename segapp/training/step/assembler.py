@@ -47,8 +47,8 @@ from segapp.training.step.distill import (
     check_frame,
     factors_of,
 )
+from segapp.training.step.divided import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.engine import StepEngine, StepParticipant
-from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.update import WeightUpdate
 
 

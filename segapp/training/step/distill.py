@@ -41,8 +41,8 @@ from segapp.parallel import (
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.penalties import PenaltyKind
 from segapp.precision import Precision
+from segapp.training.step.divided import TrainedNetwork
 from segapp.training.step.engine import StepParticipant
-from segapp.training.step.network import TrainedNetwork
 from segapp.training.step.rollback import BufferGuard
 from segapp.training.step.update import WeightUpdate
 

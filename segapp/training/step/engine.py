@@ -20,7 +20,7 @@ from segapp.memory.counters import IDLE
 from segapp.memory.oom import oom_failpoint
 from segapp.optim import set_lr
 from segapp.parallel import SampleMasks
-from segapp.training.step.network import TrainedNetwork
+from segapp.training.step.divided import TrainedNetwork
 from segapp.training.step.rollback import BufferGuard, capture_torch_rng, restore_torch_rng
 from segapp.training.step.update import WeightUpdate
 

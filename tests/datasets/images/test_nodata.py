@@ -24,7 +24,7 @@ from segapp.datasets.masks import UnknownIdsError, read_mask
 from segapp.datasets.targets import ignored_note, read_targets
 from segapp.errors import DataError
 from segapp.parallel.distributed import Ranks
-from segapp.session.trainer import _frequencies
+from segapp.session.build import _frequencies
 
 pytest.importorskip("rasterio", reason="the extra geo is not installed")
 

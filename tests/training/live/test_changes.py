@@ -29,7 +29,7 @@ from segapp.training.live.commands import CommandController
 from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits
 from segapp.training.live.start import start_of
 from segapp.training.progress import TrainingPosition
-from segapp.training.step.network import ReplicatedNetwork
+from segapp.training.step.divided import ReplicatedNetwork
 from tests.support.runs import events
 
 BATCH, TRIAL_STEPS = 8, 20

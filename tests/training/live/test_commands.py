@@ -32,7 +32,7 @@ from segapp.training.live.changes import ChangeRecord, Replay
 from segapp.training.live.commands import CommandController
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
-from segapp.training.step.network import ReplicatedNetwork
+from segapp.training.step.divided import ReplicatedNetwork
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train
 

@@ -29,8 +29,8 @@ from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel, SampleMasks, mask_by_sample, set_recompute
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
+from segapp.training.step.divided import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.network import RankNetwork, ReplicatedNetwork, TrainedNetwork
 from segapp.training.step.update import MAX_BAD_STEPS, WeightUpdate
 from tests.support.rank_steps import MEAN, STD, SmallNet
 from tests.support.runs import differing
