@@ -183,6 +183,7 @@ class MonitorApp(App[None]):
         if self.shown.has_trainer_ended():
             self.exit()
             return
+        # Only an end that this TUI has seen rings, not a run that was over when it was opened.
         was_over, self._was_over = self._was_over, self.status().is_over
         if self._was_over and not was_over:
             self.bell()
@@ -441,6 +442,7 @@ class MonitorApp(App[None]):
     async def on_event(self, event: events.Event) -> None:
         """Handle an event; a key of typed text sends nothing, and a command is handled before the next key is read."""
         if isinstance(event, events.MouseDown | events.MouseUp) and not event.is_forwarded:
+            # A click releases the button where it was pressed.
             self._has_dragged = isinstance(event, events.MouseUp) and event.screen_offset != self._pressed_at
             self._pressed_at = event.screen_offset
         is_text = isinstance(event, events.Key) and (event.is_printable or event.key == "enter")

@@ -171,6 +171,7 @@ class LossChart(StripWidget):
         raw, average = self._band(history)
         point_x, point_y = self._curve.points[:, 0], self._curve.points[:, 1]
         is_shown = (point_x >= self._x_range[0]) & (point_x <= self._x_range[1])
+        # The average and the evaluations must be inside the scale; single raw values may exceed it.
         firm = np.concatenate((average.low, average.high, point_y[is_shown]))
         usual = None if history is None else plot.usual_range(history.low, history.high)
         scale = plot.choose_scale(raw, firm, is_log=self.is_log, usual=usual)

@@ -44,6 +44,7 @@ def first_evaluation(view: View, status: Status, settings: Mapping[str, Any]) ->
     stride = every_steps or settings["eval.every_epochs"] * start.steps_per_epoch
     at = min((step.step // stride + 1) * stride, start.steps or start.epochs * start.steps_per_epoch)
     where = f"step {at}" if every_steps else f"epoch {-(-at // start.steps_per_epoch)}"
+    # The last step event may be old: time has passed since.
     left_s = (at - step.step) * (step.step_s or math.nan) - max(0.0, status.now_s - step.t)
     when = "" if view.is_paused or math.isnan(left_s) else f", in about {duration(left_s)}"
     return f"first evaluation after {where}{when}"
@@ -88,7 +89,7 @@ def _row_content(row: ClassRow, widths: tuple[int, int], *, is_selected: bool) -
     width, name_width = widths
     bar_width = width - name_width - 17
     name = fit_cells(row.name, name_width), "reverse" if is_selected else ""
-    if row.delta is None:
+    if row.delta is None:  # there is no earlier evaluation with these classes
         change, style = "", ""
     else:
         sign = "▲" if row.delta > 0 else "▼" if row.delta < 0 else "="

@@ -76,6 +76,7 @@ def _device_line(view: View, group: list[int], predicted_mib: float | None, widt
     index, device = group[0], view.devices[group[0]]
     used, total, load, celsius = device.used_mib, device.total_mib, device.utilization, device.temperature
     word = headroom_level(used, total)
+    # If one device is short of memory, all rows have the column, so that they stay aligned.
     is_scarce = any(headroom_level(each.used_mib, each.total_mib) in ("tight", "full") for each in view.devices)
     style = WORD_STYLES.get(word, "")
     shares = [view.split[i] for i in group if view.split is not None and i < len(view.split)]

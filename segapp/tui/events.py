@@ -44,6 +44,7 @@ class EventsPane(Vertical):
         if wanted != self._wanted:
             self._list.is_following = True
         selected, is_following = self.selected, self._list.is_following
+        # Only the lines that differ are replaced, because an empty list loses its cursor and its position.
         differing = (at for at, (a, b) in enumerate(zip(self._lines, lines, strict=False)) if a[:3] != b[:3])
         num_kept = next(differing, min(len(self._lines), len(lines)))
         if num_kept == 0:

@@ -91,6 +91,7 @@ def header(
     `about` and `began` are `wording.setup` and `wording.chosen` of the config; `waiting` is `Wishes.waiting`.
     """
     start, muted = view.start, "$text-muted" if status.has_old_numbers else ""
+    # In a narrow terminal, what stays the same gives way to the state, the step and the learning rate.
     parts = [
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
@@ -213,6 +214,7 @@ def throughput_line(view: View, status: Status, width: int) -> Content:
             "no step yet" if view.moved_s is None else "no loss yet: see log.every_steps", "$text-muted"
         )
     terms = list((step.terms or {}).items())
+    # With a fifth of the time spent waiting, more workers or a cache are worth a try.
     wait_style = "$text-warning bold" if (step.data_wait_frac or 0.0) > 0.2 else ""
     step_s = step.step_s or 0.0
     step_time = f"{step_s * 1000:.0f} ms" if step_s < 10 else f"{step_s:.1f} s"

@@ -182,6 +182,7 @@ class LiveSource:
         if self._arrived is not None or (trainer.is_alive is None and age_s is not None):
             age_s = max(0.0, now_s - (self._opened if self._arrived is None else self._arrived))
         step_age_s = None
+        # Both times are on the trainer's clock until a step arrives here.
         if view.moved_s is not None and view.last_s is not None and age_s is not None:
             step_age_s = age_s + max(0.0, view.last_s - view.moved_s)
             step_age_s = step_age_s if self._step_arrived is None else max(0.0, now_s - self._step_arrived)

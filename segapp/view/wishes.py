@@ -151,6 +151,7 @@ def _undoing(last: Wish, view: View) -> tuple[Command | None, str]:
     command, is_open = last.command, last.is_open
     if isinstance(command, PauseCommand | ResumeCommand):
         opposite = ResumeCommand() if isinstance(command, PauseCommand) else PauseCommand()
+        # Another viewer may have changed it since, and what others want is not taken back.
         is_changed = not is_open and view.is_paused != isinstance(command, PauseCommand)
         return (None, f"{last.text} is not in force any more") if is_changed else (opposite, "")
     if is_open and (isinstance(command, SetCommand) or command == StopCommand(when="epoch")):
