@@ -27,6 +27,7 @@ from segapp.losses import (
     CriterionLovasz,
     CriterionOHEM,
     CriterionTversky,
+    overlap,
 )
 from tests.support.loss_cases import relative_error
 
@@ -236,9 +237,11 @@ def test_focal_of_sets_has_smps_definition(case, gamma, has_sets):
 
 
 @drawn
-@given(cases(), st.sampled_from(["present", "all"]))
-def test_lovasz_has_smps_definition(case, classes):
+@given(cases(), st.sampled_from(["present", "all"]), st.integers(1, 3), st.integers(1, 2))
+def test_lovasz_has_smps_definition(case, classes, classes_at_once, images_at_once):
     """smp takes images without a valid pixel into the mean, and its slopes in float32, for which float64 is put."""
+    of_an_image = case.ids[0].numel()
+    sorted_bytes = classes_at_once * overlap.BYTES_OF_A_SORTED_PIXEL * images_at_once * of_an_image
     ours = CriterionLovasz(classes=classes, align_corners=case.align_corners)
     images = [number for number in range(len(case.ids)) if case.valid[number].any()]
 
@@ -247,4 +250,7 @@ def test_lovasz_has_smps_definition(case, classes):
             patch.setattr(Tensor, "float", Tensor.double)
             return smp.lovasz._lovasz_softmax(values.softmax(1)[images], case.ids[images], classes, True, 255)
 
-    assert_equal(ours, case.ids, truth, case, 1e-10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "HELD_BYTES", images_at_once * case.num_classes * of_an_image * 8)
+        patch.setattr(overlap, "CPU_SORT_BYTES", sorted_bytes)
+        assert_equal(ours, case.ids, truth, case, 1e-10)
