@@ -228,3 +228,13 @@ def test_errors_of_ranks_are_read_in_the_order_of_time(tmp_path: Path, monkeypat
     paths[2].write_text("half a fi")
     assert launch.first_error(paths) == launch.RankError(3, "error 1", 8.0)
     assert launch.first_error([]) is None
+
+
+def test_killed_rank_decides_among_ranks_that_ended_together(capfd: pytest.CaptureFixture[str]) -> None:
+    shells = ("exit 0", "exit 9", "kill -KILL $$", "exit 5")
+    ranks = [subprocess.Popen(["sh", "-c", shell]) for shell in shells]
+    for rank in ranks:
+        rank.wait()
+    assert launch._wait(ranks, (), ()) == 128 + signal.SIGKILL
+    assert "rank 2 was ended by SIGKILL" in capfd.readouterr().err
+    assert launch._wait(ranks[:2] + ranks[3:], (), ()) == 5
