@@ -48,7 +48,7 @@ from segapp.session.failures import as_segapp_error
 from segapp.session.machine_facts import facts_of
 from segapp.session.request import TrainRequest, open_folder
 from segapp.training.live.changes import Replay
-from segapp.training.live.commands import PendingRequests
+from segapp.training.live.controller import PendingRequests
 from segapp.training.live.replay import Adopted, fallbacks_after
 from segapp.training.signals import StopSignals
 from segapp.training.watchdog import exchange_timeout_s

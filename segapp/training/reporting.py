@@ -19,7 +19,7 @@ from segapp.run.events import Alert, EpochStart, EventLog, EventReader, Settings
 from segapp.run.words import size
 from segapp.training.context import TrainerSettings, TrainingFacts
 from segapp.training.learning import LearningWatch
-from segapp.training.live.commands import CommandController
+from segapp.training.live.controller import CommandController
 from segapp.training.progress import Timetable, TrainingProgress
 from segapp.training.pulse import Liveness
 from segapp.training.step.engine import StepEngine, StepResult

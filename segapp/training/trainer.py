@@ -26,7 +26,7 @@ from segapp.memory.oom import is_out_of_memory
 from segapp.optim import Plateau
 from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.inbox import FinalStatus
-from segapp.training.live.commands import CommandController
+from segapp.training.live.controller import CommandController
 from segapp.training.live.oom import OomPolicy
 from segapp.training.progress import Best, LossWatch, TrainingProgress
 from segapp.training.pulse import Liveness

@@ -27,7 +27,7 @@ from segapp.run.folder import RunFolder
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
 from segapp.training.live.changes import ChangeRecord
-from segapp.training.live.commands import CommandController
+from segapp.training.live.controller import CommandController
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.divided import RankNetwork, ReplicatedNetwork, TrainedNetwork

@@ -2,7 +2,7 @@
 
 Pure: no torch, no files. A function takes a `ChangeRecord` and returns a new one with the effects to carry out, in
 order. Commands, `auto`, out-of-memory errors and resumes are the causes of changes. To divide batches, to choose
-blocks, to answer and to report are their effects (`live.apply`, `live.commands`).
+blocks, to answer and to report are their effects (`live.apply`, `live.controller`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from segapp.run.events import Alert, Oom, Settings
 from segapp.run.files import write_atomic
 from segapp.run.words import first_line
 from segapp.training.context import RunContext
-from segapp.training.live.commands import CommandController
+from segapp.training.live.controller import CommandController
 from segapp.training.step.engine import StepEngine
 
 MAX_PIECES = 1024

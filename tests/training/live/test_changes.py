@@ -25,7 +25,7 @@ from segapp.training.context import DeviceLocations
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
 from segapp.training.live.changes import Replay
-from segapp.training.live.commands import CommandController
+from segapp.training.live.controller import CommandController
 from segapp.training.live.replay import applied_after, fallbacks_after, reverted_splits
 from segapp.training.live.start import start_of
 from segapp.training.progress import TrainingPosition

@@ -29,7 +29,7 @@ from segapp.training import validation
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
 from segapp.training.live.changes import ChangeRecord, Replay
-from segapp.training.live.commands import CommandController
+from segapp.training.live.controller import CommandController
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.divided import ReplicatedNetwork
