@@ -60,6 +60,8 @@ def resumed(
         ({}, state_of("abc", [4, 2, 2], shares=[4, 2, 2]), "bc", (None, [4, 4])),  # by a command
         ({"gpu0_bsz": "auto"}, state_of("abc", [2, 3, 3], gpu0_bsz=2, gpu0_bsz_auto=True), "ab", (3, None)),
         ({"gpu0_bsz": "auto"}, state_of("abc", [2, 3, 3], gpu0_bsz=2, gpu0_bsz_auto=True), "a", (None, None)),
+        ({"gpu0_bsz": 1}, state_of("abc", [2, 3, 3], gpu0_bsz=2, gpu0_bsz_auto=True), "ab", (1, None)),  # by a command
+        ({"gpu0_bsz": "auto"}, state_of("abc", [2, 3, 3], gpu0_bsz=2), "ab", (3, None)),  # a command switched it off
     ],
 )  # fmt: skip
 def test_split_is_planned_anew_for_another_number_of_devices(
@@ -70,6 +72,9 @@ def test_split_is_planned_anew_for_another_number_of_devices(
         start_of(config, SplitRequest(3), locations(names)) if state is None else resumed(config, state, config, names)
     )
     assert (start.configured.gpu0_bsz, start.configured.shares) == expected
+    if state is not None and len(state["live"]["devices"]["names"]) != len(names):
+        assert start.record.settings == start.configured
+        assert start.configured.is_auto == state["live"]["settings"]["gpu0_bsz_auto"]
 
 
 CHANGES = Replay(20, {"gpu0_bsz": 6, "lr_factor": 0.25, "recompute": "all"}), Replay(30, {"shares": [1, 3, 4]})
