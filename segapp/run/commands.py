@@ -80,7 +80,7 @@ class SetCommand(_Command):
     def _check_gpu0_bsz(cls, value: Any) -> Any:
         if value is None or value == "auto" or (type(value) is int and 0 <= value <= 2**20):
             return value
-        raise ValueError(f"gpu0_bsz={value}: write a whole number from 0 up, none (an even split) or auto")
+        raise ValueError(f"gpu0_bsz={value}: write a whole number from 0 to 2^20, none (an even split) or auto")
 
     @field_validator("lr_factor", mode="before")
     @classmethod
@@ -102,7 +102,8 @@ class SetCommand(_Command):
         is_list = isinstance(value, list) and 0 < len(value) <= 1024
         if is_list and all(type(n) is int and 0 <= n <= 2**20 for n in value) and sum(value) > 0:
             return value
-        raise ValueError(f"shares={value}: write one whole number from 0 up for each device, such as 2,3,3")
+        given = ",".join(map(str, value)) if isinstance(value, list) else value
+        raise ValueError(f"shares={given}: write one whole number from 0 up for each device, such as 2,3,3")
 
     @model_validator(mode="after")
     def _check_together(self) -> "SetCommand":

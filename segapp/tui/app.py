@@ -36,6 +36,7 @@ from segapp.run.commands import (
     format_command,
 )
 from segapp.run.folder import RunFolder, find_run, is_sweep
+from segapp.run.state import OVER
 from segapp.run.words import clock_time, plural, printable
 from segapp.tui import header, keys, layout
 from segapp.tui.devices import why_no_split
@@ -117,6 +118,7 @@ class MonitorApp(App[None]):
         """What was done with the commands that were still held when the user left."""
         self._send_at_s = self._typed_s = self._said_until_s = 0.0
         self._pressed_at, self._has_dragged = Offset(), False
+        self._banner: Content | None = None
         self._was_over = True
         set_up_themes(self)
 
@@ -265,7 +267,7 @@ class MonitorApp(App[None]):
         line = width - 2
         unseen = self.shown.unseen()
         about, began = setup(self.shown.settings()), chosen(self.shown.settings())
-        waiting = self.shown.wishes.waiting(view)
+        waiting = self.shown.wishes.waiting(view, is_over=status.is_over)
         head = header.header(
             view, status, name, line, about=about, began=began, waiting=waiting, is_readonly=self.readonly
         )
@@ -274,6 +276,7 @@ class MonitorApp(App[None]):
         run = self.shown
         again, doing = run.again(), run.doing(status)
         found = header.banner(view, status, line, unseen, run=run.argument, again=again, doing=doing, cause=run.cause())
+        self._banner = found
         self.query_one("#banner").display = found is not None
         if found is not None:
             self._text("banner").show(found)
@@ -294,7 +297,8 @@ class MonitorApp(App[None]):
     def _show_keys(self, pane: str) -> None:
         bar = self.query_one("#keys", keys.KeyBar)
         is_wanted = self.shown.wishes.is_pause_wanted(self.view)
-        bar.offer(keys.here(self._offered(keys.KEYS), pane), Pause="Resume" if is_wanted else "Pause")
+        setting = "gpu0_bsz" if why_no_split(self.view) is None else "lr_factor"
+        bar.offer(keys.here(self._offered(keys.KEYS), pane), Pause="Resume" if is_wanted else "Pause", gpu0_bsz=setting)
 
     def _offered(self, table: Iterable[keys.Key]) -> list[keys.Key]:
         """Return the keys of a table that can have an effect: no trainer answers after the end."""
@@ -383,6 +387,8 @@ class MonitorApp(App[None]):
             self.push_screen(ScrolledDialog("Class", of_class, is_wide=True))
         elif selected is not None:
             self._show_line(selected)
+        elif self._banner is not None and self.status().word in ("gone", "crashed", "stale", "lost"):
+            self.push_screen(ScrolledDialog("State", self._banner, is_wide=True))
         elif event is not None:
             found = (line for line in reversed(self.view.log) if line.event is event)
             self._show_line(next(found, LogLine(event.t, event.type, "", event)))
@@ -472,7 +478,7 @@ class MonitorApp(App[None]):
     def _refuses(self, text: str) -> bool:
         refusal = self.shown.refusal(text, is_readonly=self.readonly)
         if refusal is not None:
-            self.say(refusal, "warning")
+            self._say_of_run(refusal, "warning")
         return refusal is not None
 
     def send(self, command: Command | None) -> None:
@@ -569,11 +575,12 @@ class MonitorApp(App[None]):
         if self.shown.wishes.held:
             self._take_back("taken back")
         elif not isinstance(self.screen, RunScreen):
-            return  # there the key takes back only what a line announces
-        elif self.status().is_over:
-            self.say(f"nothing to take back: the run has ended ({self.status().word})")
+            # There the key takes back only what a line announces.
+            self._say_of_run("nothing waits to be sent; in the run, u takes back the last command")
+        elif self.status().is_over and not self.shown.wishes.open_ids:
+            self._say_of_run(f"nothing to take back: the run has ended ({self.status().word})")
         elif problem := self.shown.wishes.undo(self.view):
-            self.say(problem)
+            self._say_of_run(problem)
         else:
             self._announce()
 
@@ -621,8 +628,14 @@ def run_ui(
         ) from app.failure
     if not is_hung_up() and not app.shown.has_trainer_ended():  # then its error follows, and its folder is removed
         status, shown = app.status(), app.shown
-        ended = [status.word] if status.is_over else []
-        how = printable("; ".join([*app.sent_on_leaving, *ended])) or "the training continues"
+        parts = [*app.sent_on_leaving]
+        if status.word in (*OVER, "stale", "lost"):
+            parts.append(status.word)
+        elif not parts:
+            parts.append("the training continues")
+        if waiting := shown.wishes.waiting(shown.view, is_over=status.is_over):
+            parts.append(f"waiting: {waiting}")
+        how = printable("; ".join(parts))
         text = f"left {shown.name} ({how}); to see it again: segapp attach {shown.argument}"
         with contextlib.suppress(OSError):
             print(finished_line(shown.view.best_words, shown.argument) if status.word == "finished" else text)

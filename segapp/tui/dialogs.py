@@ -228,12 +228,11 @@ class SettingScreen(ModalScreen[SetCommand | None]):
 
     KEYS = (
         Key("dismiss", "escape", "", "close; nothing is sent"),
-        Key("setting(1)", "down", "", "the next setting"),
-        Key("setting(-1)", "up", "", "the setting before"),
+        Key("setting(1)", "down", "", "another setting"),
         Key("submit", "enter", "", "send it", is_bound=False),
         _HELP,
     )
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS), ("up", "setting(-1)", "the setting before")]
     AUTO_FOCUS = "Input"
 
     def __init__(self, view: View, settings: Sequence[str]) -> None:
@@ -279,6 +278,8 @@ class SettingScreen(ModalScreen[SetCommand | None]):
             return None, str(error)
         if command.lr_factor is not None:
             now = in_force(self._view, "lr_factor")
+            if command.lr_factor == now:
+                return None, f"no change: lr_factor is {now:g}"
             return command, f"ok: the scheduled learning rate times {command.lr_factor:g}, now times {now:g}"
         if command.recompute is not None:
             return command, "ok; how much memory that saves is not predicted here: see segapp plan"

@@ -96,7 +96,7 @@ def header(
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
         LinePart(0, state_content(view, status)),
-        LinePart(1, f"waiting: {waiting}", "$text-warning bold") if waiting else None,
+        LinePart(1, clip(f"waiting: {waiting}", max(24, width // 3)), "$text-warning bold") if waiting else None,
         LinePart(6, about, "$text-accent"),
         LinePart(2, _epoch(view)) if view.epoch is not None else None,
         LinePart(4, _steps(view), muted) if view.at_step is not None and start is not None else None,
@@ -247,9 +247,11 @@ def banner(
     if word in ("starting", "resuming"):
         return Content.assemble((_from_where(view, status), "bold"), (printable(doing), "$text-primary bold"))
     where = f" on {printable(status.host)}" if status.host else ""
+    # In a copy of a run, the lock names a process that holds the original.
+    gone = "the trainer's process has died" if status.pid is not None else "no process holds this folder"
     problems = {
         "gone": (f"{run}: the run folder was removed; this is its last known state", "$text-error bold"),
-        "crashed": (f"the trainer's process has died{_lost_steps(view)}: {cause}; {again}", "$text-error bold"),
+        "crashed": (f"{gone}{_lost_steps(view)}: {cause}; {again}", "$text-error bold"),
         "stale": (
             "the trainer is running but writes no events: it may be stuck; more: segapp docs hangs",
             "$text-warning bold",

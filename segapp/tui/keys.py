@@ -120,7 +120,8 @@ class KeyBar(LiteralText):
         self.show(Content(" ").join(pieces))
 
     def on_click(self, event: events.Click) -> None:
-        if key := event.style.meta.get("key"):
+        # The end of a selection is a click, too, if it began in the same line.
+        if not self.screen.selections and (key := event.style.meta.get("key")):
             self.app.simulate_key(key)
 
 

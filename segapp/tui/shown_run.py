@@ -23,7 +23,7 @@ from segapp.run.words import duration, last_announced, printable
 from segapp.view.runs import read_settings
 from segapp.view.source import LiveSource, LogTail, Status
 from segapp.view.view import FACT_ALERTS, Raised, View
-from segapp.view.wishes import Wishes
+from segapp.view.wishes import Wish, Wishes
 
 Severity = Literal["information", "warning", "error"]
 Message = tuple[str, Severity]
@@ -182,18 +182,18 @@ class ShownRun:
 
     def send_held(self) -> list[Message]:
         """Write the held commands to the run's inbox; return what was done with each."""
-        word, found = self.source.status().word, list[Message]()
-        for wish, problem in self.wishes.send_held():
-            is_quick = word in ("live", "busy", "paused")
-            waits = "" if is_quick else f"; the trainer is {word}, so its answer may take long"
+        status, found = self.source.status(), list[Message]()
+        for wish, problem in self.wishes.send_held(is_over=status.is_over):
+            is_quick = status.word in ("live", "busy", "paused")
+            waits = "" if is_quick else f"; the trainer is {status.word}, so its answer may take long"
             found.append((f"{wish.text} sent{waits}", "information") if problem is None else (problem, "error"))
         return found
 
     def take_answers(self) -> list[Message]:
         """Return the answers to commands of this view that have arrived since the last call."""
-        return [_message(answer) for answer in self.wishes.take_answers(self.view)]
+        return [_message(wish, answer) for wish, answer in self.wishes.take_answers(self.view)]
 
 
-def _message(answer: CommandAnswer) -> Message:
+def _message(wish: Wish, answer: CommandAnswer) -> Message:
     reason = f": {answer.reason}" if answer.reason else ""
-    return f"{answer.command} {answer.status}{reason}", "error" if answer.status == "rejected" else "information"
+    return f"{wish.text} {answer.status}{reason}", "error" if answer.status == "rejected" else "information"

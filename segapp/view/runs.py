@@ -26,6 +26,7 @@ from segapp.run.events import RunEnd
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder, last_start_s, run_folders, run_paths
 from segapp.run.state import (
+    OVER,
     State,
     StateFacts,
     Word,
@@ -107,6 +108,7 @@ class RunSummary:
             **chosen(self.settings),
             "age_s": self.facts.event_age_s,
             **self.shown,
+            **(dict.fromkeys(("eta_epoch_s", "eta_run_s")) if self.word in OVER else {}),
             "reason": self.times["reason"] if is_over else None,
             "exit_code": self.times["exit_code"] if is_over else None,
         }
@@ -427,8 +429,10 @@ class FollowedRun:
     def poll(self, budget_s: float = 0.0) -> None:
         """Read new events for a limited time; update the summary when they have been read."""
         if self._source is None and (kept := read_kept(self.folder)) is not None:
-            self.summary, self.is_read, self.is_behind = summary_of(self.folder, kept, self._clock()), True, False
-            return
+            summary = summary_of(self.folder, kept, self._clock())
+            if summary.state not in _OPEN:  # else the ages count from what arrives, by no other machine's clock
+                self.summary, self.is_read, self.is_behind = summary, True, False
+                return
         if self._source is None:
             self._source, self._identity = _SkimmedSource(self.folder, self._clock), identity_of(self.folder.events)
             self._settings = read_settings(self.folder)

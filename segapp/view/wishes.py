@@ -42,10 +42,12 @@ class Wish:
     is_undo: bool = False
     """True if it takes back another one."""
     is_undone: bool = False
+    canceled: str = ""
+    """The text of the command that it cancels."""
 
     @property
     def text(self) -> str:
-        return format_command(self.command)
+        return f"cancel of {self.canceled}" if self.canceled else format_command(self.command)
 
     @property
     def is_open(self) -> bool:
@@ -79,9 +81,12 @@ class Wishes:
     def held(self) -> list[Wish]:
         return [wish for wish in self._wishes if wish.status == "held"]
 
-    def hold(self, command: Command, view: View, *, is_undo: bool = False) -> None:
+    def hold(self, command: Command, view: View, undone: Wish | None = None) -> None:
         names = command.changes if isinstance(command, SetCommand) else ()
-        self._wishes.append(Wish(command, {name: in_force(view, name) for name in names}, is_undo=is_undo))
+        wish = Wish(command, {name: in_force(view, name) for name in names}, is_undo=undone is not None)
+        if undone is not None and isinstance(command, CancelCommand):
+            wish.canceled = undone.text
+        self._wishes.append(wish)
 
     def drop_held(self, *kinds: type) -> list[Wish]:
         """Take back what is held, or only commands of some kinds; return what that was."""
@@ -89,10 +94,23 @@ class Wishes:
         self._wishes = [wish for wish in self._wishes if wish not in gone]
         return gone
 
-    def send_held(self) -> list[tuple[Wish, str | None]]:
-        """Send what is held; return each command with the reason why it could not be sent, None if it was."""
+    @property
+    def open_ids(self) -> set[str | None]:
+        """The ids of the sent commands without a final answer."""
+        return {wish.id for wish in self._wishes if wish.is_open and wish.id is not None}
+
+    def send_held(self, *, is_over: bool = False) -> list[tuple[Wish, str | None]]:
+        """Send what is held; return each command with the reason why it could not be sent, None if it was.
+
+        After the end of a training, only the cancellation of a command is sent that the next resume would carry out.
+        """
         found: list[tuple[Wish, str | None]] = []
         for wish in self.held:
+            is_late = is_over and not (isinstance(wish.command, CancelCommand) and wish.command.id in self.open_ids)
+            if is_late:
+                self._wishes.remove(wish)
+                found.append((wish, f"{wish.text} was not sent: the run has ended"))
+                continue
             try:
                 wish.id, wish.sent, wish.status = self._send(wish.command), self._clock(), "sent"
                 found.append((wish, None))
@@ -101,15 +119,15 @@ class Wishes:
                 found.append((wish, str(error)))
         return found
 
-    def take_answers(self, view: View) -> list[CommandAnswer]:
-        """Note the answers that have arrived since the last call, and return them."""
+    def take_answers(self, view: View) -> list[tuple[Wish, CommandAnswer]]:
+        """Note the answers that have arrived since the last call, and return them with their commands."""
         found = []
         for wish in self._wishes:
             answer = None if wish.id is None else view.answers.get(wish.id) or view.pending.get(wish.id)
             if answer is not None and wish.is_open and answer.status != wish.status:
                 wish.status = answer.status
                 wish.is_undone &= answer.status != "applied"  # a cancel that came too late
-                found.append(answer)
+                found.append((wish, answer))
         return found
 
     def is_pause_wanted(self, view: View) -> bool:
@@ -120,11 +138,19 @@ class Wishes:
         )
         return view.is_paused if newest is None else isinstance(newest.command, PauseCommand)
 
-    def waiting(self, view: View) -> str:
-        """Return the newest command without a final answer in words, empty without one: `pause, 25 s`."""
+    def waiting(self, view: View, *, is_over: bool = False) -> str:
+        """Return the newest command without a final answer in words, empty without one: `pause, 25 s`.
+
+        Without a command of this viewer, it is an accepted one of others.
+        """
         wish = next((each for each in reversed(self._wishes) if each.is_open and each.status != "held"), None)
-        if wish is None or (since_s := self._clock() - wish.sent) < _SHOWN_S:
+        if wish is None:
+            others = [f"{answer.command} by {answer.by}" for answer in view.pending.values()]
+            return others[-1] if others else ""
+        if (since_s := self._clock() - wish.sent) < _SHOWN_S:
             return ""
+        if is_over:
+            return f"{wish.text}, for a resume"
         waits_for_epoch = isinstance(wish.command, SetCommand) or wish.command == StopCommand(when="epoch")
         if wish.status == "accepted" and waits_for_epoch:
             reason = ": resume first" if view.is_paused else ""
@@ -142,7 +168,7 @@ class Wishes:
         if command is None:
             return problem
         last.is_undone = True
-        self.hold(command, view, is_undo=True)
+        self.hold(command, view, last)
         return None
 
 

@@ -66,7 +66,7 @@ def test_alerts_count_and_come_back_after_they_are_seen(fresh: RecordedRun) -> N
     run_screen(fresh, act)
 
 
-def test_dismissed_alert_stays_dismissed(fresh: RecordedRun) -> None:
+def test_dismissed_alert_stays_dismissed(fresh: RecordedRun, tmp_path: Path) -> None:
     fact = "classes without a pixel in the training images: pole, sign; the model cannot learn them" + " and so on" * 20
     fresh.alert("classes", fact)
     fresh.alert("hang", "no progress")
@@ -94,8 +94,15 @@ def test_dismissed_alert_stays_dismissed(fresh: RecordedRun) -> None:
         await settle(app, pilot)
         assert "car" in screen_text(app).split("1 Loss")[0]
 
+    async def see_other(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "classes: classes without a pixel" in screen_text(app)
+
     run_screen(fresh, dismiss)
     run_screen(fresh, see)
+    other = RecordedRun(tmp_path / "other", steps_per_epoch=20)
+    other.epoch()
+    other.alert("classes", fact)
+    run_screen(other, see_other)
 
 
 def test_beginnings_of_epochs_are_one_line_that_counts(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def num_screens(app: MonitorApp) -> int:
     return len(app.screen_stack)
 
 
-@pytest.mark.parametrize("text", ["smoothed", "1 Loss", "1 begins, lr", "pedestrian", "up 42s"])
+@pytest.mark.parametrize(
+    "text", ["smoothed", "1 Loss", "1 begins, lr", "pedestrian", "up 42s", "p Pause  c Save  S Stop"]
+)
 def test_ctrl_c_copies_what_was_dragged_wherever_text_is(fresh: RecordedRun, text: str) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await drag(app, pilot, text)

@@ -139,6 +139,9 @@ def banner(view: View, status: Status, width: int, *unseen: Raised) -> Content |
     [
         (replace(LIVE, word="gone"), None, "'my run': the run folder was removed; this is its last known state"),
         (Status("crashed", "crashed"), None,
+         "no process holds this folder after step 50 (step 42 is saved): it left no trace; to continue: "
+         "`segapp train --resume 'my run'`"),
+        (Status("crashed", "crashed", pid=7), None,
          "the trainer's process has died after step 50 (step 42 is saved): it left no trace; to continue: "
          "`segapp train --resume 'my run'`"),
         (Status("failed", "failed"), "disk full", "failed: disk full; to continue: `segapp train --resume 'my run'`"),

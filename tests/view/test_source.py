@@ -16,7 +16,7 @@ import pytest
 from segapp.run.folder import RunFolder
 from segapp.view.runs import run_state, summarize
 from segapp.view.source import LiveSource, newest_pictures
-from tests.support.recorded_runs import RecordedRun
+from tests.support.recorded_runs import Clock, RecordedRun
 
 
 def read_all(source: LiveSource) -> LiveSource:
@@ -45,6 +45,24 @@ def test_trainer_gone_without_run_end_is_crashed(tmp_path: Path, end: str | None
         assert source.status().state == run_state(run.folder.path) == state
         assert source.status().is_over
         run.shift_to_now()  # now the last step is newer than the lock
+
+
+def test_trainer_that_ends_while_it_is_watched_is_crashed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    code = (
+        "import sys, time; from segapp.run.folder import RunFolder; RunFolder(sys.argv[1]).acquire(); "
+        "print('held', flush=True); time.sleep(600)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code, str(run.folder.path)], stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"held\n"
+    now = Clock(100.0)
+    source = read_all(LiveSource(run.folder, monotonic=now))
+    assert not source.status().is_over
+    trainer.kill()
+    trainer.communicate()
+    now.now_s += 2.1
+    assert source.status().state == "crashed"
 
 
 def test_replaced_event_file_resets_the_view(tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ def elsewhere(path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 def test_clock_of_another_machine_decides_nothing_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = elsewhere(tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(runs, "_SETTLED_S", 0.0)
+    summarize(run.folder.path)
+    assert runs.read_kept(run.folder) is not None, "the time of its last event says that it is live, for ever"
     followed = FollowedRun(str(run.folder.path), time.time)
     words = []
     for seconds in (0, 20, 1):

@@ -188,3 +188,30 @@ def test_command_that_cannot_be_written_is_no_wish(viewer: Viewer) -> None:
     assert (wish.text, problem) == ("pause", "no inbox")
     assert not wishes.is_pause_wanted(viewer.view)
     assert wishes.undo(viewer.view) == "nothing to take back: this view has sent no command"
+
+
+def test_waiting_command_of_others_is_shown(viewer: Viewer) -> None:
+    viewer.answer("f" * 12, "stop epoch", "accepted", "bob@there")
+    viewer.answer("e" * 12, "set lr_factor=2.0", "accepted", "bob@there")
+    viewer.answer("f" * 12, "stop epoch", "cancelled", "bob@there")
+    assert viewer.wishes.waiting(viewer.view) == "set lr_factor=2.0 by bob@there"
+    viewer.send("pause")
+    viewer.now_s += 25
+    assert viewer.wishes.waiting(viewer.view) == "pause, 25s"
+
+
+def test_after_the_end_only_what_a_resume_would_do_is_canceled(viewer: Viewer) -> None:
+    waiting = viewer.send("set lr_factor=0.5")
+    stop = viewer.send("stop epoch")
+    viewer.now_s += 25
+    assert viewer.wishes.undo(viewer.view) is None
+    viewer.wishes.hold(parse_command("checkpoint"), viewer.view)
+    viewer.answer(stop, "stop epoch", "applied")
+    sent = viewer.wishes.send_held(is_over=True)
+    assert [(wish.text, problem) for wish, problem in sent] == [
+        ("cancel of stop epoch", "cancel of stop epoch was not sent: the run has ended"),
+        ("checkpoint", "checkpoint was not sent: the run has ended"),
+    ]
+    assert viewer.wishes.open_ids == {waiting}
+    assert viewer.wishes.waiting(viewer.view, is_over=True) == "set lr_factor=0.5, for a resume"
+    assert viewer.wishes.undo(viewer.view) == "stop epoch cannot be taken back", "the cancellation came too late"
