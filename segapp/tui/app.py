@@ -297,7 +297,8 @@ class MonitorApp(App[None]):
     def _show_keys(self, pane: str) -> None:
         bar = self.query_one("#keys", keys.KeyBar)
         is_wanted = self.shown.wishes.is_pause_wanted(self.view)
-        setting = "gpu0_bsz" if why_no_split(self.view) is None else "lr_factor"
+        has_split = self.view.start is None or why_no_split(self.view) is None
+        setting = "gpu0_bsz" if has_split else "lr_factor"
         bar.offer(keys.here(self._offered(keys.KEYS), pane), Pause="Resume" if is_wanted else "Pause", gpu0_bsz=setting)
 
     def _offered(self, table: Iterable[keys.Key]) -> list[keys.Key]:
@@ -564,7 +565,9 @@ class MonitorApp(App[None]):
     def action_edit_setting(self) -> None:
         """Ask for the value of a live setting, beginning with the batch split if the run has one."""
         of_split = () if why_no_split(self.view) is not None else ("gpu0_bsz", "shares")
-        if not self._refuses("set"):
+        if self.view.start is None:
+            self._say_of_run("the devices of the training are not known yet")
+        elif not self._refuses("set"):
             self.push_screen(SettingScreen(self.view, (*of_split, "lr_factor", "recompute")), self.send)
 
     def action_log(self) -> None:

@@ -68,6 +68,7 @@ def test_run_on_one_device_offers_no_split(tmp_path: Path) -> None:
     run.hold()
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "b lr_factor" in screen_text(app), "the key names the setting that it opens"
         await press(app, pilot, "b")
         assert "lr_factor is 1.0" in screen_text(app)
         await press(app, pilot, "down")
