@@ -441,7 +441,7 @@ def predict(
     Args:
         target: name or folder of a run, a checkpoint, or an exported .safetensors file. The probabilities of several in
             a list are averaged.
-        paths: images or folders; one or several.
+        paths: images, folders or globs; one or several.
         out: folder of the results.
         save: labels, color, overlay, confidence, probabilities; empty: the first three.
         label_ids: write the ids of the data set, such as Cityscapes labelIds, instead of class ids.

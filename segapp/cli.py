@@ -361,7 +361,7 @@ def predict(
     ],
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="[MODEL]... PATH...", help="More models to average, then images or folders."),
+        typer.Argument(metavar="[MODEL]... PATH...", help="More models to average, then images, folders or globs."),
     ],
     out: Annotated[Path, option("--out", "Folder of the results.", "DIR")],
     save: Annotated[

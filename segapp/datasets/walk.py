@@ -44,20 +44,23 @@ class Folder:
     links: frozenset[str]  # files that are links
 
 
-def walk(start: str | os.PathLike[str], skip: Collection[str] = ()) -> Iterator[Folder]:
+def walk(
+    start: str | os.PathLike[str], skip: Collection[str] = (), *, depth: int | None = None, hidden: bool = False
+) -> Iterator[Folder]:
     """Yield a folder and the folders below it, each before those that it contains.
 
     Links to folders come last, so that a folder has its own path; one to a folder that was listed, or contains the
     start, is not followed. Hidden folders and the folders in `skip` (resolved) are left out, and so is a run, of which
-    only `run.json` is named.
+    only `run.json` is named. With `hidden`, hidden folders and files are like others. `depth` limits the levels of
+    folders; 1 is the start.
 
     Raises:
         DataError: A folder cannot be listed.
     """
     first = os.path.realpath(start)
-    seen, waiting = set(skip) - {first}, deque([(os.fspath(start), "", first)])
+    seen, waiting = set(skip) - {first}, deque([(os.fspath(start), "", first, 1)])
     while waiting:
-        path, place, real = waiting.pop()
+        path, place, real, level = waiting.pop()
         if real in seen:
             continue
         seen.add(real)
@@ -80,14 +83,16 @@ def walk(start: str | os.PathLike[str], skip: Collection[str] = ()) -> Iterator[
         below = []
         for entry in entries:
             is_folder = _is_folder(entry)
-            if entry.name[0] == "." or entry.name.lower() in _SYSTEM_NAMES:
+            if not hidden and (entry.name[0] == "." or entry.name.lower() in _SYSTEM_NAMES):
                 found.hidden.append(entry.name + "/" * is_folder)
             elif not is_folder:
                 found.files.append(entry.name)
+            elif level == depth:
+                continue
             elif entry.is_symlink():
-                waiting.appendleft((entry.path, f"{place}{entry.name}/", os.path.realpath(entry.path)))
+                waiting.appendleft((entry.path, f"{place}{entry.name}/", os.path.realpath(entry.path), level + 1))
             else:
-                below.append((entry.path, f"{place}{entry.name}/", os.path.join(real, entry.name)))
+                below.append((entry.path, f"{place}{entry.name}/", os.path.join(real, entry.name), level + 1))
         yield found
         waiting += reversed(below)
 

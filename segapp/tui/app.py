@@ -185,10 +185,11 @@ class MonitorApp(App[None]):
         if self.shown.has_trainer_ended():
             self.exit()
             return
-        # Only an end that this TUI has seen rings, not a run that was over when it was opened.
-        was_over, self._was_over = self._was_over, self.status().is_over
-        if self._was_over and not was_over:
-            self.bell()
+        status = self.status()
+        if status.word != "reading":  # an old end that is read once more does not ring
+            if status.is_over and not self._was_over:
+                self.bell()
+            self._was_over = status.is_over
         if monotonic() >= self._send_at_s:
             self._send_held()
         for message in self.shown.take_answers():

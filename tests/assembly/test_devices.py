@@ -42,9 +42,9 @@ def config_of(parallel: dict[str, Any] | None = None, batch_size: int = 8, **sec
     ("section", "mode", "why"),
     [
         ({}, "ddp", "one process for each GPU"),
-        ({"gpu0_bsz": 2}, "dp", "gpu0_bsz or shares"),
-        ({"gpu0_bsz": "auto"}, "dp", "gpu0_bsz or shares"),
-        ({"shares": [2, 3, 3]}, "dp", "gpu0_bsz or shares"),
+        ({"gpu0_bsz": 2}, "dp", "the batch split is set"),
+        ({"gpu0_bsz": "auto"}, "dp", "the batch split is set"),
+        ({"shares": [2, 3, 3]}, "dp", "the batch split is set"),
         ({"devices": ["cpu", "cpu"]}, "dp", "logical devices"),
         ({"devices": ["cuda:0", "cuda:0"]}, "dp", "logical devices"),
         ({"devices": ["cuda:1"]}, "single", ""),

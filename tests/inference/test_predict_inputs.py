@@ -23,7 +23,7 @@ def names_of(*paths: Path, out: Path | None = None) -> list[str]:
 def test_hidden_files_and_other_kinds_are_named_not_read(tmp_path: Path) -> None:
     touch(tmp_path, "d/a.JPG", "d/._a.JPG", "d/b/c.gif", "d/b/Thumbs.db", "d/__MACOSX/d/a.JPG", "d/.old/x.png")
     touch(tmp_path, "d/p.heic", "d/b/q.heic", "d/b/r.HEIC", "d/b/notes.txt")
-    for paths in ([tmp_path / "d"], [tmp_path / "d", tmp_path / "d" / "b" / "c.gif"]):
+    for paths in ([tmp_path / "d"], [tmp_path / "d" / "**"], [tmp_path / "d", tmp_path / "d" / "b" / "*"]):
         files, notes = find_images(paths)
         assert [file.path for file in files] == [tmp_path / "d" / "a.JPG", tmp_path / "d" / "b" / "c.gif"]
         assert notes == [
@@ -39,14 +39,24 @@ def test_hidden_files_and_other_kinds_are_named_not_read(tmp_path: Path) -> None
     ]
 
 
-def test_named_files_are_read_and_a_run_that_is_named(tmp_path: Path) -> None:
-    touch(tmp_path, "d/.cache/.b.png", "d/[x].png", "d/clip.MP4", "d/runs/one/run.json", "d/runs/one/samples/1.png")
-    assert names_of(tmp_path / "d" / ".cache" / ".b.png", tmp_path / "d" / "[x].png") == [".b", "[x]"]
+def test_hidden_files_are_read_if_a_glob_names_them(tmp_path: Path) -> None:
+    touch(tmp_path, "d/.cache/a.png", "d/.cache/.b.png", "d/e/c.png")
+    assert names_of(tmp_path / "d" / "*" / ".*") == [".cache/.b"]
+    assert names_of(tmp_path / "d" / ".c*" / "a.png") == [".cache/a"]
+
+
+def test_glob_matches_only_at_its_depth(tmp_path: Path) -> None:
+    touch(tmp_path, "d/a.png", "d/e/b.png", "d/e/f/c.png", "d/[x].png")
+    assert names_of(tmp_path / "d" / "*.png") == ["[x]", "a"]
+    assert names_of(tmp_path / "d" / "*" / "?.png") == ["e/b"]
+    assert names_of(tmp_path / "d" / "**" / "f" / "*.png") == ["e/f/c"]
+    assert names_of(tmp_path / "d" / "[x].png") == ["[x]"]
+    touch(tmp_path, "d/clip.MP4", "d/runs/one/run.json", "d/runs/one/samples/1.png")
     assert names_of(tmp_path / "d" / "runs" / "one" / "samples") == ["1"]
-    images, notes = find_images([tmp_path / "d"])
-    assert [image.name for image in images] == ["[x]"]
+    images, notes = find_images([tmp_path / "d" / "**" / "*"])
+    assert {image.name for image in images} == {"a", "[x]", "e/b", "e/f/c"}
     assert "save the frames of videos with ffmpeg -i VIDEO frames/%06d.png" in notes[0]
-    with pytest.raises(DataError, match=r"\*\.gif is neither a file nor a folder"):
+    with pytest.raises(DataError, match="is a pattern that matches no image"):
         find_images([tmp_path / "*.gif"])
 
 
@@ -56,6 +66,7 @@ def test_results_are_never_inputs(tmp_path: Path) -> None:
     assert names_of(tmp_path / "d", out=tmp_path / "link") == ["a", "b/c"]
     touch(tmp_path, "d/labels/a.png", "d/polygons/x.png", "d/confidence/b/c.png", "d/mine/x.png")
     assert names_of(tmp_path / "d", out=tmp_path / "d") == ["a", "b/c", "mine/x", "out/labels/a", "out/overlay/b/c"]
+    assert names_of(tmp_path / "d" / "*" / "*", out=tmp_path / "d") == ["b/c", "mine/x"]
     for path in (tmp_path / "d" / "labels", tmp_path / "d" / "confidence" / "b" / "c.png"):
         with pytest.raises(ConfigError, match="is in the folder of the results"):
             find_images([path], tmp_path / "d")
@@ -79,8 +90,10 @@ def test_names_equal_on_the_screen_are_told_apart(tmp_path: Path) -> None:
     assert [file.name for file in found] == ["e", f"{both[0]}.png", f"{both[1]}.png-2"]
     with_other = unicodedata.normalize("NFD", "ñ")
     touch(tmp_path / "n", unicodedata.normalize("NFC", "ñ") + ".png")
-    (named,) = find_images([tmp_path / "n" / f"{with_other}.png"])[0]
-    assert named.path.name == unicodedata.normalize("NFC", "ñ.png")
+    for given in (f"{with_other}.png", f"{with_other}*"):
+        assert [file.path.name for file in find_images([tmp_path / "n" / given])[0]] == [
+            unicodedata.normalize("NFC", "ñ.png")
+        ]
 
 
 def test_no_matching_image_is_an_error(tmp_path: Path) -> None:

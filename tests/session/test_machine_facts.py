@@ -201,6 +201,7 @@ OF_A_MACHINE = [
     "data.workers",
     "data.cache",
     "parallel.devices",
+    "parallel.gpu0_bsz",
     "parallel.memory_budget_mib",
     "parallel.shares",
 ]

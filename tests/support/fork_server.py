@@ -250,6 +250,13 @@ def serve(listener: socket.socket) -> None:
     import segmentation_models_pytorch  # noqa: F401
     import torchvision  # noqa: F401
 
+    import segapp.cli
+    import segapp.commands.check
+    import segapp.commands.predict
+    import segapp.datasets.augment.pipeline
+    import segapp.session.build
+    import segapp.session.session  # noqa: F401
+
     gc.collect()
     gc.freeze()  # a child's first full collection would visit 500,000 objects and copy their pages: half a second
     news, wakeup = os.pipe()

@@ -1,4 +1,4 @@
-"""Images to predict, from files and folders, with the metadata that is copied to the outputs.
+"""Images to predict, from files, folders and globs, with the metadata that is copied to the outputs.
 
 The EXIF orientation is applied, as in training, so outputs are upright. The ICC profile is copied to the overlay. The
 outputs of a GeoTIFF are GeoTIFFs with its coordinate system and transform, if rasterio is installed. Other metadata is
@@ -7,10 +7,12 @@ dropped.
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,7 +22,7 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import IDENTITY, Georeference, has_control_points, read_georeference
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.images.windows import load_image
-from segapp.datasets.walk import IMAGE_SUFFIXES, composed, is_below, left_out, on_disk, walk
+from segapp.datasets.walk import IMAGE_SUFFIXES, Folder, composed, is_below, left_out, on_disk, walk
 from segapp.errors import ConfigError, DataError
 
 Saved = Literal["labels", "color", "overlay", "confidence", "probabilities"]
@@ -37,13 +39,13 @@ class InputFile:
 
 
 def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[list[InputFile], list[str]]:
-    """Return the inputs of files and folders (recursively), without duplicates.
+    """Return the inputs of files, folders (recursively) and globs (`**` for any depth), without duplicates.
 
     The second list has sentences about files that are not read, such as hidden ones. The results in the folder `out`
     are not read either.
 
     Raises:
-        DataError: a path does not exist, or a folder holds no image.
+        DataError: a path does not exist, or a folder or a glob gives no image.
         ConfigError: a path is in the folder of the results.
     """
     results = [] if out is None else [os.path.realpath(out / kind) for kind in ("", *SAVED, "polygons")]
@@ -54,16 +56,14 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[l
             raise ConfigError(
                 f"{shown(given)} is in the folder of the results, {shown(results[0])}: choose another --out"
             )
-        # A broken link counts as a file, whose reading fails.
+        # A broken link counts as a file, so that the error names it instead of a pattern without a match.
         if given.is_file() or (given.is_symlink() and not given.exists()):
             found.setdefault(os.path.realpath(given), InputFile(given, given.stem))
             continue
-        if not given.is_dir():
-            raise DataError(f"{shown(given)} is neither a file nor a folder: check the path", path=given)
         is_empty = True
-        for folder in walk(given, results):
+        for folder, names in _places(given, results):
             hidden |= dict.fromkeys(os.path.join(folder.path, name) for name in folder.hidden)
-            for name in folder.files:
+            for name in names:
                 path = os.path.join(folder.path, name)
                 if not name.lower().endswith(IMAGE_SUFFIXES):
                     others[path] = None
@@ -74,9 +74,44 @@ def find_images(paths: Sequence[str | Path], out: Path | None = None) -> tuple[l
                 found.setdefault(real, InputFile(Path(path), os.path.splitext(folder.below + name)[0]))
                 is_empty = False
         if is_empty:
+            what = "holds no" if given.is_dir() else "is a pattern that matches no"
             note = "; ".join([*left_out(others, hidden), f"supported suffixes: {' '.join(IMAGE_SUFFIXES)}"])
-            raise DataError(f"{shown(given)} holds no image ({note}): check the path", path=given)
+            raise DataError(f"{shown(given)} {what} image ({note}): check the path", path=given)
     return _distinct([*found.values()]), left_out(others, hidden)
+
+
+def _places(given: Path, skip: Sequence[str]) -> Iterator[tuple[Folder, list[str]]]:
+    """Yield the folders below a folder, or below the part of a glob before its first wildcard, with the files meant.
+
+    As in a shell, `*` and `**` skip hidden files.
+    """
+    if given.is_dir():
+        yield from ((folder, folder.files) for folder in walk(given, skip))
+        return
+    if not glob.has_magic(str(given)):
+        raise DataError(f"{shown(given)} is neither a file nor a folder: check the path", path=given)
+    fixed = [*itertools.takewhile(lambda part: not glob.has_magic(part), given.parts[:-1])]
+    start, pattern = on_disk(Path(*fixed)), [composed(part) for part in given.parts[len(fixed) :]]
+    # A final ** means the files of all folders.
+    pattern += ["*"] * (pattern[-1] == "**")
+    depth = None if "**" in pattern else len(pattern)
+    if start.is_dir():
+        for folder in walk(start, skip, depth=depth, hidden=any(part[0] == "." for part in pattern)):
+            parts = composed(folder.below).split("/")[:-1]
+            yield folder, [name for name in folder.files if _fits([*parts, composed(name)], pattern)]
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return True if the parts of a path match the parts of a glob.
+
+    >>> _fits(["a", "b", "x.png"], ["**", "*.png"]), _fits(["a", "x.png"], ["*.png"])
+    (True, False)
+    """
+    if not pattern or not parts:
+        return not pattern and not parts
+    if pattern[0] == "**":
+        return any(_fits(parts[number:], pattern[1:]) for number in range(len(parts)))
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
 def _distinct(images: list[InputFile]) -> list[InputFile]:
