@@ -36,7 +36,6 @@ from segapp.run.commands import (
     format_command,
 )
 from segapp.run.folder import RunFolder, find_run, is_sweep
-from segapp.run.state import OVER
 from segapp.run.words import clock_time, plural, printable
 from segapp.tui import header, keys, layout
 from segapp.tui.devices import why_no_split
@@ -58,7 +57,7 @@ from segapp.view.plot import CLASS, metric_names, metric_title
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
-from segapp.view.wording import LogLine, chosen, event_text, finished_line, in_full, setup
+from segapp.view.wording import LogLine, chosen, event_text, in_full, setup
 
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
@@ -631,18 +630,8 @@ def run_ui(
             f"the TUI failed ({printable(what)[:200]}); the training continues: `segapp status` and `segapp ctl` work"
         ) from app.failure
     if not is_hung_up() and not app.shown.has_trainer_ended():  # then its error follows, and its folder is removed
-        status, shown = app.status(), app.shown
-        parts = [*app.sent_on_leaving]
-        if status.word in (*OVER, "stale", "lost"):
-            parts.append(status.word)
-        elif not parts:
-            parts.append("the training continues")
-        if waiting := shown.wishes.waiting(shown.view, is_over=status.is_over):
-            parts.append(f"waiting: {waiting}")
-        how = printable("; ".join(parts))
-        text = f"left {shown.name} ({how}); to see it again: segapp attach {shown.argument}"
         with contextlib.suppress(OSError):
-            print(finished_line(shown.view.best_words, shown.argument) if status.word == "finished" else text)
+            print(app.shown.leaving(app.sent_on_leaving))
     return 0
 
 

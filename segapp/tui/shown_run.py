@@ -5,7 +5,7 @@ import hashlib
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,13 @@ from segapp.run.commands import send_command
 from segapp.run.events import Alert, CommandAnswer, Event, Oom
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder
+from segapp.run.state import OVER
 from segapp.run.words import duration, last_announced, printable
 from segapp.view.runs import read_settings
 from segapp.view.source import LiveSource, LogTail, Status
 from segapp.view.view import FACT_ALERTS, Raised, View
 from segapp.view.wishes import Wish, Wishes
+from segapp.view.wording import finished_line
 
 Severity = Literal["information", "warning", "error"]
 Message = tuple[str, Severity]
@@ -179,6 +181,20 @@ class ShownRun:
         if is_readonly:
             return f"{text} was not sent: this view is read-only"
         return f"{text} was not sent: the run has ended ({status.word})" if status.is_over else None
+
+    def leaving(self, sent: Sequence[str]) -> str:
+        """Return the line for a user who leaves: the result, or the state, with what was sent and what still waits."""
+        status = self.source.status()
+        if status.word == "finished":
+            return finished_line(self.view.best_words, self.argument)
+        parts = [*sent]
+        if status.word in (*OVER, "stale", "lost"):
+            parts.append(status.word)
+        elif not parts:
+            parts.append("the training continues")
+        if waiting := self.wishes.waiting(self.view, is_over=status.is_over):
+            parts.append(f"waiting: {waiting}")
+        return f"left {self.name} ({printable('; '.join(parts))}); to see it again: segapp attach {self.argument}"
 
     def send_held(self) -> list[Message]:
         """Write the held commands to the run's inbox; return what was done with each."""
