@@ -82,6 +82,7 @@ def test_dismissed_alert_stays_dismissed(fresh: RecordedRun, tmp_path: Path) -> 
 
     async def see(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "a dismiss" not in screen_text(app)
+        fresh.clock.now_s += 60
         fresh.write_start(resumed_from_step=20)
         fresh.alert("classes", fact)
         fresh.train(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from textual import events
 from textual.pilot import Pilot
 
 from segapp.tui.app import MonitorApp
@@ -21,12 +22,12 @@ def place_of(app: MonitorApp, text: str) -> tuple[int, int]:
 
 
 async def drag(app: MonitorApp, pilot: Pilot[None], text: str) -> None:
-    """Select a text of one row with the mouse."""
+    """Select a text of one row with the mouse, as a terminal reports it; a pilot's mouse would make no click at the end."""
     x, y = place_of(app, text)
-    await pilot.mouse_down(offset=(x, y))
-    await pilot.hover(offset=(x + 1, y))
-    await pilot.hover(offset=(x + len(text) - 1, y))
-    await pilot.mouse_up(offset=(x + len(text) - 1, y))
+    end = x + len(text) - 1
+    for kind, at in ((events.MouseDown, x), (events.MouseMove, x + 1), (events.MouseMove, end), (events.MouseUp, end)):
+        app.post_message(kind(None, at, y, 0, 0, 1, shift=False, meta=False, ctrl=False, screen_x=at, screen_y=y))
+        await pilot.pause()
 
 
 def num_screens(app: MonitorApp) -> int:
