@@ -20,7 +20,7 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.content import Content
-from textual.geometry import Offset, Size
+from textual.geometry import Size
 from textual.markup import MarkupError
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
@@ -116,7 +116,6 @@ class MonitorApp(App[None]):
         self.sent_on_leaving: list[str] = []
         """What was done with the commands that were still held when the user left."""
         self._send_at_s = self._typed_s = self._said_until_s = 0.0
-        self._pressed_at, self._has_dragged = Offset(), False
         self._banner: Content | None = None
         self._was_over = True
         set_up_themes(self)
@@ -448,10 +447,6 @@ class MonitorApp(App[None]):
 
     async def on_event(self, event: events.Event) -> None:
         """Handle an event; a key of typed text sends nothing, and a command is handled before the next key is read."""
-        if isinstance(event, events.MouseDown | events.MouseUp) and not event.is_forwarded:
-            # A click releases the button where it was pressed.
-            self._has_dragged = isinstance(event, events.MouseUp) and event.screen_offset != self._pressed_at
-            self._pressed_at = event.screen_offset
         is_text = isinstance(event, events.Key) and (event.is_printable or event.key == "enter")
         if not is_text or event.is_forwarded:
             await super().on_event(event)
@@ -521,10 +516,7 @@ class MonitorApp(App[None]):
 
     def action_help_quit(self) -> None:
         """On ctrl+c, ask how to stop, like `S`; if the screen cannot stop the run, say how to leave."""
-        if self._has_dragged:  # the user wants to copy
-            self._has_dragged = False
-            self.say("nothing was copied: there is no text in the selection")
-        elif not isinstance(self.screen, RunScreen) or self.readonly or self.status().is_over:
+        if not isinstance(self.screen, RunScreen) or self.readonly or self.status().is_over:
             self.say(f"press {'q' if self.screen.id else 'esc'} to leave")
         else:
             self.action_stop()

@@ -22,7 +22,7 @@ def place_of(app: MonitorApp, text: str) -> tuple[int, int]:
 
 
 async def drag(app: MonitorApp, pilot: Pilot[None], text: str) -> None:
-    """Select a text of one row with the mouse, as a terminal reports it; a pilot's mouse would make no click at the end."""
+    """Select a text of one row as a terminal reports it; the mouse of a pilot would not end it with a click."""
     x, y = place_of(app, text)
     end = x + len(text) - 1
     for kind, at in ((events.MouseDown, x), (events.MouseMove, x + 1), (events.MouseMove, end), (events.MouseUp, end)):
