@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -110,20 +111,26 @@ def test_signal_that_no_thread_takes_is_handled_elsewhere() -> None:
 
 
 def test_repeated_call_is_made_until_the_body_ends(caplog: pytest.LogCaptureFixture) -> None:
-    """Its time is part of the interval, and an error does not end it."""
-    began_s, times_s = time.monotonic(), list[float]()
+    """Its time is part of the interval, and an error, after which a second passes, does not end it."""
+    times_s, has_three = [time.monotonic()], threading.Event()
 
     def call() -> float:
-        times_s.append(time.monotonic() - began_s)
+        times_s.append(time.monotonic())
         if len(times_s) == 2:
             raise ZeroDivisionError
-        time.sleep(0.15)
-        return 0.2
+        if len(times_s) == 3:
+            time.sleep(1.0)
+            return 1.1
+        has_three.set()
+        return 0.1
 
     with waiting.repeated("work", call, first_s=0.1):
-        time.sleep(1.45)
+        assert has_three.wait(20)
     count = len(times_s)
-    assert times_s == pytest.approx([0.1, 0.3, 1.3], abs=0.09)  # a second after the error
+    first_s, after_error_s, second_s = (later - at for at, later in itertools.pairwise(times_s[:4]))
+    assert 0.1 <= first_s < 1.0
+    assert after_error_s >= 1.0
+    assert 1.1 <= second_s < 2.1, "the second of the call is part of it"
     assert [record.message for record in caplog.records] == ["work"]
     assert "work" not in {thread.name for thread in threading.enumerate()}
     time.sleep(0.2)

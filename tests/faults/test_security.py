@@ -151,7 +151,7 @@ def test_live_run_listens_on_no_port(training: tuple[FaultRun, Program]) -> None
 @pytest.mark.faults
 @case(
     "S06",
-    how="no socket: inbox with 20,000 files, junk, 10 MB, links, FIFO; stop twice",
+    how="no socket: inbox with 6,000 files, junk, 10 MB, links, FIFO; stop twice",
     passes="each answered once, pause before the others; exit 75",
 )
 def test_junk_files_in_the_inbox_are_each_answered_once(training: tuple[FaultRun, Program]) -> None:
@@ -161,7 +161,7 @@ def test_junk_files_in_the_inbox_are_each_answered_once(training: tuple[FaultRun
     junk = [b"\x07\xff\0", b"[" * 60_000, b"[" * 10_000_000, good[:-9].encode(), good.replace("0.5", "NaN").encode()]
     junk += [good.replace("a@b", CONTROL[1]).encode(), good.replace("set", "\ud800").encode(errors="surrogatepass")]
     psutil.Process(program.pid).suspend()
-    for i in range(20_000):
+    for i in range(6_000):
         path = inbox / f"{i:020d}-{i:012x}.json" if i % 7 else inbox / f"x{i}{MARKUP[1].replace('/', '_')}"
         odd = junk[i % len(junk) if i < 7 or i % 7 != 2 else 0]
         path.with_name(f".tmp-{i}").write_bytes(odd if i < 400 else good.replace("b" * 12, f"{i:012x}").encode())
@@ -172,9 +172,9 @@ def test_junk_files_in_the_inbox_are_each_answered_once(training: tuple[FaultRun
     psutil.Process(program.pid).resume()
     run.wait_for(lambda: not os.listdir(inbox), program, 200)
     answers = [event for event in run.events("command") if event["status"] != "accepted"]
-    assert len({answer["id"] for answer in answers}) == len(answers) == 20_004, "each is answered once"
+    assert len({answer["id"] for answer in answers}) == len(answers) == 6_004, "each is answered once"
     assert sorted(urgent) == sorted(answer["id"] for answer in answers[:2]), "they do not wait for the others"
-    assert sum(answer["status"] == "rejected" for answer in answers) >= 19_000
+    assert sum(answer["status"] == "rejected" for answer in answers) >= 5_000
     assert all(is_inert(json.dumps(answer, ensure_ascii=False)) for answer in answers)
     assert is_inert(program.stdout + program.stderr)
     Invariants.assert_clear(run.command("ctl", "run", "stop", "\x1b[2J"), 2)
