@@ -239,6 +239,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
     problems: list[SegappError] = []
     for word in words:
         key, _, text = word.partition("=")
+        key = ".".join(part.strip() for part in key.split("."))  # as `parse_overrides` reads it
         try:
             if key == "name" or key in axes:
                 why = "is given twice: write all of its values into one word, KEY=A,B"

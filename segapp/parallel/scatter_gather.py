@@ -316,6 +316,9 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0, name: str =
     first: Any = outputs[0]
     if isinstance(first, Tensor):
         return cast(T, _join(outputs, device, dim, name))
+    if isinstance(first, PackedSequence) and len(outputs) == 1:
+        # Its batch sizes stay on the CPU.
+        return cast(T, first.to(device))  # type: ignore[arg-type]  # torch declares only dtypes
     children = _children(first)
     if children is None and len(outputs) > 1 and getattr(first, "ndim", None):
         raise TypeError(f"{name} is an array ({type(first).__name__}), and arrays are not joined: return tensors")
@@ -327,9 +330,8 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0, name: str =
                 f"replicas returned different values as {name}, such as {first!r}: return tensors, or equal values"
             )
         return cast(T, first)
-    if len({None if column is None else len(column) for column in columns}) > 1 or (
-        isinstance(first, PackedSequence) and len(columns) > 1
-    ):
+    lengths = {None if column is None else len(column) for column in columns}
+    if len(lengths) > 1 or isinstance(first, PackedSequence):
         raise TypeError(
             f"replicas returned different structures of {type(first).__name__} as {name}, or a PackedSequence, which"
             " cannot be joined: return the same from each"

@@ -92,7 +92,7 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
         "names": list(names),
         "split": ", ".join(dict.fromkeys(of_run.split for of_run in counts)),
         "num_images": len(images),
-        "num_left_out": max(len(of_run.names) for of_run in counts) - len(images),
+        "num_left_out": len(set().union(*places)) - len(images),
         "classes": classes,
         "num_scored": int(np.isfinite(iou).all(0).sum()),
         "runs": [

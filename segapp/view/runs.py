@@ -49,6 +49,10 @@ _WITHOUT_EFFECT = ("seed", "log.", "checkpoint.", "data.workers", "data.cache", 
 """Beginnings of the config keys that do not change the results of a run."""
 
 _NUM_POINTS = 64
+_SHOWN_FIGURES = (
+    *("monitor", "best_score", "best_over", "best_miou", "best_num_scored", "best_epoch"),
+    *("num_classes", "num_params", "images_per_s"),
+)
 _OOM_FIELDS = {"device", "phase", "step", "action", "path"}
 
 _VERSION = 8
@@ -115,18 +119,35 @@ class RunSummary:
 
 
 def facts_of(view: View) -> dict[str, dict[str, Any]]:
-    """Return the facts of a view for a summary, as JSON: the fields `shown`, `figures` and `times` of `RunSummary`."""
-    start, step, last, best, end = view.start, view.step, view.vals.last, view.best, view.end
-    peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
-    classes = start.classes if start else []
+    """Return the facts of a view for a summary, as JSON: the fields of `RunSummary` from `shown` to `curves`."""
+    end, shown = view.end, _shown_of(view)
+    times = {
+        **_fields(end, "reason", "exit_code"),
+        "end_status": end.status if end else None,
+        **_fields(view.start, "acquired_s", "resumed_from_step"),
+        "has_started": view.start is not None,
+        "is_paused": view.is_paused,
+        "last_s": view.last_s,
+        "last_step_s": view.moved_s,
+        "step_interval_s": view.step_interval_s,
+    }
+    points = view.vals.values("epoch"), view.vals.values("miou"), view.vals.values("loss")
+    every = -(-len(view.vals) // _NUM_POINTS) or 1
+    kept = ([None if math.isnan(value) else value for value in values[::-every][::-1].tolist()] for values in points)
+    curves = dict(zip(("epoch", "miou", "loss"), kept, strict=True))
+    return {"shown": shown, "figures": _figures_of(view, shown), "times": times, "curves": curves}
+
+
+def _shown_of(view: View) -> dict[str, Any]:
+    start, step, last, best = view.start, view.step, view.vals.last, view.best
     over = scored_of(view.monitor.name, best.iou) if best else None
-    shown = {
+    return {
         "phase": view.phase,
         "epoch": view.epoch,
         **_fields(start, "epochs"),
         "step": view.at_step,
         **_fields(start, "steps", "steps_per_epoch", "batch_size", "num_params"),
-        "num_classes": len(classes) or None,
+        "num_classes": (len(start.classes) or None) if start else None,
         "loss": view.loss.mean,  # None if no loss of `loss_epoch` was finite
         "loss_epoch": view.loss.epoch,
         "lr": view.lr,
@@ -156,40 +177,26 @@ def facts_of(view: View) -> dict[str, dict[str, Any]]:
         "num_alerts": view.num_alerts,
         "last_alert": view.last_alerts[-1].message if view.last_alerts else None,
     }
-    figures = {
-        **{name: shown[name] for name in ("monitor", "best_score", "best_over", "best_miou")},
-        **{name: shown[name] for name in ("best_num_scored", "num_classes")},
+
+
+def _figures_of(view: View, shown: Mapping[str, Any]) -> dict[str, Any]:
+    best = view.best
+    peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
+    return {
+        **{name: shown[name] for name in _SHOWN_FIGURES},
         "num_scored": shown["best_num_scored"],  # the classes that have an IoU in `iou`
-        "best_epoch": shown["best_epoch"],
         "scores": {name: best.score(name) for name in SCORES} if best else {},
         "last_loss": shown["loss"],
         "last_val_loss": shown["val_loss"],
         "num_evaluations": len(view.vals),
         "epochs": view.epoch or 0,
         "steps": view.at_step or 0,
-        "images_per_s": shown["images_per_s"],
         "duration_s": None if view.first_start_s is None or view.last_s is None else view.last_s - view.first_start_s,
-        "num_params": shown["num_params"],
         "peak_mib": max(peaks, default=None),  # of the device with the highest peak
-        "iou": {name: class_iou(best, i) for i, name in enumerate(classes)},
+        "iou": {name: class_iou(best, i) for i, name in enumerate(view.start.classes if view.start else ())},
         "last_miou": shown["miou"],
         "last_num_scored": shown["num_scored"],
     }
-    times = {
-        **_fields(end, "reason", "exit_code"),
-        "end_status": end.status if end else None,
-        **_fields(view.start, "acquired_s", "resumed_from_step"),
-        "has_started": view.start is not None,
-        "is_paused": view.is_paused,
-        "last_s": view.last_s,
-        "last_step_s": view.moved_s,
-        "step_interval_s": view.step_interval_s,
-    }
-    points = view.vals.values("epoch"), view.vals.values("miou"), view.vals.values("loss")
-    every = -(-len(view.vals) // _NUM_POINTS) or 1
-    kept = ([None if math.isnan(value) else value for value in values[::-every][::-1].tolist()] for values in points)
-    curves = dict(zip(("epoch", "miou", "loss"), kept, strict=True))
-    return {"shown": shown, "figures": figures, "times": times, "curves": curves}
 
 
 class Ranking:

@@ -101,7 +101,7 @@ def test_unusable_values_are_refused_with_a_reason(text: str, message: str) -> N
 
 def test_all_unusable_words_are_named_and_the_size_is_limited() -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_axes(["seed=0", "seed=1", "optim.lr=1,,2", "name=a,b"])
+        parse_axes(["seed=0", " seed =1", "optim. lr=1,,2", "name =a,b"])
     for part in ("3 words", "seed is given twice", "optim.lr=1,,2", "name is set by the sweep"):
         assert part in str(refused.value)
     with pytest.raises(ConfigError, match="the grid has 20000 runs"):

@@ -319,6 +319,8 @@ def test_ignored_class_is_answered_with_a_map_that_works(ignored: int, is_named:
             {"classes": ["a", "b", "c"], "label_map": {9: 1, 7: 2}},
             "_map: {0: 0, 1: 255, 2: 1, 9: 255, 7: 1} and",
         ),
+        ("folder", {"classes": [str(i) for i in range(255)]}, "and data.ignore_index: 255"),
+        ("folder", {"classes": [str(i) for i in range(256)]}, "and data.ignore_index: -1"),
     ],
 )
 def test_ignored_class_of_a_format_or_map_is_answered(format: str, options: dict, says: str) -> None:
@@ -332,6 +334,15 @@ def test_own_classes_of_a_published_format_need_a_label_map() -> None:
     scheme = class_scheme("cityscapes", classes=["flat", "other"], label_map={7: 0, 8: 0, 11: 1, 0: 255})
     assert scheme.file_ids == (7, 11)
     assert scheme.train_id_suffix is None
+
+
+def test_label_map_of_colors_names_positions_of_the_palette() -> None:
+    """Of a class, or of a color that is ignored."""
+    colors = {"classes": ["a", "b"], "palette": [[9, 0, 0], [0, 9, 0], [0, 0, 9]], "rgb": True}
+    assert class_scheme("folder", label_map={2: 0, 0: 1, 1: 255}, **colors).palette == ((0, 0, 9), (9, 0, 0))
+    for label_map in ({3: 0, 0: 1}, {0: 0, 1: 1, 7: 255}):
+        with pytest.raises(ConfigError, match=r"[37] is the position of no color: data.palette has 3 colors, from 0"):
+            class_scheme("folder", label_map=label_map, **colors)
 
 
 def test_folder_named_by_the_user_never_serves_two_splits(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from segapp.parallel import (
     ReplicaOutputs,
     convert_sync_batchnorm,
 )
-from segapp.parallel.scatter_gather import map_tensors, tensors_in
+from segapp.parallel.scatter_gather import gather, map_tensors, tensors_in
 from tests.support.parallel_cases import SmallNet, grads_of, make_batch, relative_error, state_error
 
 CPUS = ["cpu"] * 3
@@ -155,6 +155,13 @@ def test_outputs_that_cannot_be_joined_are_refused(output, words):
     net.register_forward_hook(lambda part, args, x: output(x))
     with pytest.raises((TypeError, ValueError), match=words):
         BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5, 4, 1))
+
+
+def test_packed_output_of_one_replica_keeps_its_sizes_on_the_cpu():
+    packed = pack_padded_sequence(torch.ones(3, 4, 1), torch.tensor([1, 4, 2]), True, enforce_sorted=False)
+    moved = gather([packed], torch.device("meta"))
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+    assert moved.batch_sizes.tolist() == [3, 2, 1, 1]
 
 
 @pytest.mark.parametrize("value", [Color.red, np.array(3.5), float("nan"), range(4), "word", Broken()])

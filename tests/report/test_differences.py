@@ -55,7 +55,7 @@ def test_runs_are_compared_on_common_images_masks_and_classes() -> None:
         [[4, 4, 4], [6, 8, 8], [0, 0, 0]], [[1, 4, 1], [8, 8, 9], [0, 0, 3]],
         [[1, 2, 1]] * 3, [[1, 1, 1]] * 3])  # fmt: skip
     found = fold_counts(["one", "two"], [one, two], 1)
-    assert (found["num_images"], found["num_left_out"], found["num_scored"]) == (2, 2, 2)
+    assert (found["num_images"], found["num_left_out"], found["num_scored"]) == (2, 3, 2)
     road, sky = (12 / 20, 14 / 19), (2 / 10, 5 / 8)
     first, second = found["runs"]
     assert first["iou"] == {"road": road[0], "sky": sky[0], "x": None}

@@ -30,6 +30,7 @@ from segapp.datasets.layouts.schemes import (
     check_colors,
     check_label_map,
     check_names,
+    default_ignore_index,
     instead_of_class,
 )
 from segapp.datasets.walk import on_disk
@@ -136,7 +137,7 @@ def class_scheme(
     check_colors(colors, len(names), rgb=bool(rgb), declared=palette is not None)
     if multilabel is not None:
         return ClassScheme(names, colors, ignore_index=-1, multilabel=multilabel, ignored_value=ignore_index)
-    ignored = int(ignore_index) if ignore_index is not None else 255 if len(names) <= 255 else -1
+    ignored = default_ignore_index(len(names)) if ignore_index is None else int(ignore_index)
     # A target is int16 at most, whose lowest value marks unknown ids.
     if not -32_767 <= ignored <= 32_767 or 0 <= ignored < len(names):
         advice = instead_of_class(names, ignored, label_map, is_fixed=bool(known.names) and not has_own_classes)
@@ -150,7 +151,7 @@ def class_scheme(
                 key="data.label_map",
             )
         label_map = {file_id: ignored if to is None else to for file_id, to in known.label_map.items()}
-    check_label_map(label_map, len(names), ignored)
+    check_label_map(label_map, len(names), ignored, len(colors) if rgb else None)
     scheme = ClassScheme(
         names=names,
         palette=colors[: len(names)],

@@ -273,7 +273,7 @@ def without_id(ignored: int, to: int, ids: Iterable[int]) -> dict[int, int]:
 
 def instead_of_class(names: Sequence[str], ignored: int, label_map: Mapping[int, int] | None, *, is_fixed: bool) -> str:
     """Return why an `ignore_index` is refused, and the keys that ignore these pixels instead."""
-    to, num = 255 if len(names) < 255 else -1, len(names)
+    to, num = default_ignore_index(len(names)), len(names)
     if not 0 <= ignored < num or is_fixed:
         why = "is a class of the format" if 0 <= ignored < num else "must be within -32767..32767"
         return f"{why}: leave data.ignore_index out, which is {to} then"
@@ -290,8 +290,18 @@ def instead_of_class(names: Sequence[str], ignored: int, label_map: Mapping[int,
     return f"is the id of the class {names[ignored]}: {does}"
 
 
-def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignore_index: int) -> None:
-    """Raise ConfigError if an entry maps to neither a class nor `ignore_index`, or from an id that no file can hold."""
+def default_ignore_index(num_classes: int) -> int:
+    """Return the value of ignored pixels if the config names none."""
+    return 255 if num_classes <= 255 else -1
+
+
+def check_label_map(
+    label_map: Mapping[int, int] | None, num_classes: int, ignore_index: int, num_colors: int | None
+) -> None:
+    """Raise ConfigError if an entry maps to neither a class nor `ignore_index`, or from an id that no file can hold.
+
+    The ids of RGB masks are the positions of `num_colors` colors; None: the masks hold ids.
+    """
     for file_id, train_id in (label_map or {}).items():
         if not 0 <= train_id < num_classes and train_id != ignore_index:
             raise ConfigError(
@@ -303,6 +313,13 @@ def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignor
         if not 0 <= file_id <= 65_535:
             raise ConfigError(
                 f"label_map: no mask can contain the id {file_id}: ids in files are 0..65535",
+                key="data.label_map",
+                value={file_id: train_id},
+            )
+        if num_colors is not None and file_id >= num_colors:
+            raise ConfigError(
+                f"label_map: {file_id} is the position of no color: data.palette has {num_colors} colors, from 0 to "
+                f"{num_colors - 1}",
                 key="data.label_map",
                 value={file_id: train_id},
             )

@@ -269,7 +269,8 @@ class ChangeRecord:
         if trial.change is not None:
             effects.append(_event(trial.change, "reverted", trial.old, reason, trial.old_split, epoch=trial.epoch))
             rest = {name: value for name, value in trial.change.values.items() if name not in SPLIT_SETTINGS}
-            answer = Answered(replace(trial.change, values=rest), "applied" if rest else "rejected", reason)
+            # The rest holds from the first step of the split on, also in a resume from before it.
+            answer = Answered(replace(trial.change, values=rest), "applied" if rest else "rejected", reason, trial.step)
             # A measured split was answered, and a command gets one final answer.
             effects += [] if trial.is_measured else [answer]
         return record, effects, done

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from segapp.chunks import SPLIT_NAMES, Split
-from segapp.config.sections import FALLBACKS, LiveSettings, automatic
+from segapp.config.sections import FALLBACKS, SPLIT_SETTINGS, LiveSettings, automatic
+from segapp.errors import CommandError
+from segapp.run.commands import SetCommand, parse_command
 from segapp.run.events import CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder
@@ -70,12 +72,12 @@ def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
 
 
 def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
-    """Emit that the newest change of the split was reverted, and reject its command, if a rank has reported this.
+    """Emit that the newest change of the split was reverted, and answer its command, if a rank has reported this.
 
     That rank could not emit it, because only the main rank writes events. Call it before the inbox is read, so that the
-    command is not carried out again.
+    command is not carried out again. Its settings other than the split hold from the first step with the split on.
     """
-    rare = list(EventReader(folder.events).read_kinds("gpu0_bsz", "command"))
+    rare = list(EventReader(folder.events).read_kinds("gpu0_bsz", "command", "epoch_start"))
     change = next((raw for raw in reversed(rare) if raw["type"] == "gpu0_bsz"), None)
     if change is None or change["status"] not in ("pending", "applied") or not change.get("split"):
         return
@@ -92,5 +94,27 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
     event_log.emit(Gpu0Bsz(status="reverted", **asked_for, reason=reason))
     asked = next((raw for raw in rare if raw["type"] == "command" and raw.get("id") == change.get("id")), None)
     if asked is not None and asked["id"] not in read_answers(rare):
-        known: Any = {name: asked.get(name) for name in ("id", "command", "by", "step")}
-        event_log.emit(CommandAnswer(status="rejected", reason=reason, **known))
+        begun = [raw for raw in rare if raw["type"] == "epoch_start" and raw.get("epoch") == change.get("epoch")]
+        step = (begun or [asked])[-1].get("step")
+        rest = _other_settings(asked["command"], rare, step)
+        event_log.emit(
+            CommandAnswer(
+                id=asked["id"],
+                command=asked["command"],
+                by=asked["by"],
+                status="applied" if rest else "rejected",
+                reason=reason,
+                changes=rest or None,
+                step=step,
+            )
+        )
+
+
+def _other_settings(command: str, rare: Iterable[dict[str, Any]], step: int | None) -> dict[str, Any]:
+    """Return what a `set` sets next to the split, without what newer commands have set at that step."""
+    with contextlib.suppress(CommandError):  # of a version with other settings
+        asked = parse_command(command)
+        changes = asked.changes if isinstance(asked, SetCommand) else {}
+        newer = {name for raw in rare if raw.get("step") == step for name in raw.get("changes") or ()}
+        return {name: value for name, value in changes.items() if name not in SPLIT_SETTINGS | newer}
+    return {}

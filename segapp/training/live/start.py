@@ -52,17 +52,18 @@ def start_of(
 
     live = state["live"]
     settings, devices = LiveSettings(**live["settings"]), live["devices"]
-    is_replanned = len(devices["names"]) != num
+    saved, present = state["config"], config.model_dump(mode="json")
+    is_new_split = any(saved["parallel"].get(key) != present["parallel"][key] for key in SPLIT_NAMES)
+    is_replanned = len(devices["names"]) != num and not is_new_split
     if is_replanned if split.shares is None else len(split.shares) != num:
         split = _replanned(settings, split, devices, locations, config.train.batch_size)
     configured = settings.with_split(split, is_auto=settings.is_auto if is_replanned else is_auto)
-    saved, present = state["config"], config.model_dump(mode="json")
+    # A config that was changed after commands and out-of-memory errors is the newer request.
     if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
         settings, configured = (each.with_changes({"recompute": "config"}) for each in (settings, configured))
-        replays = [each.without({"is_recomputed"}) for each in replays]
-    if is_replanned or any(saved["parallel"].get(key) != present["parallel"][key] for key in SPLIT_NAMES):
+        replays = [each.without({"recompute", "is_recomputed"}) for each in replays]
+    if is_replanned or is_new_split:
         settings = configured
-        # The config was changed after these commands, so it is the newer request.
         replays = [each.without(SPLIT_SETTINGS) for each in replays]
     trial = None if settings is configured or live["trial"] is None else Trial.from_state(live["trial"])
     record = ChangeRecord(settings, trial=trial, replays=tuple(each for each in replays if each.values))

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ from segapp.config import LiveSettings
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import Inference
-from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz, Settings
+from segapp.run.events import CommandAnswer, EpochStart, EventLog, EventWriter, Gpu0Bsz, Settings
 from segapp.run.folder import RunFolder
 from segapp.training.live.changes import Answered, Change, ChangeRecord, Replay
 from segapp.training.live.oom import OomPolicy, next_eval_fallback
@@ -95,6 +96,8 @@ def test_command_after_a_replay_of_the_same_epoch_is_on_trial() -> None:
     failed = record.revert((4, 2, 2), "full")
     assert failed is not None
     assert [(each.id, each.new) for each in failed[1] if isinstance(each, Gpu0Bsz)] == [("c2", 4)]
+    (answer,) = (each for each in failed[1] if isinstance(each, Answered))
+    assert (answer.status, answer.change.values, answer.step) == ("applied", {"lr_factor": 3}, 7), "since its epoch"
     _, effects = record.after_step((4, 2, 2), [9.0, 8.0, 7.0])
     assert [(each.status, each.id) for each in effects if isinstance(each, Gpu0Bsz)] == [("applied", "c2")]
     assert [(each.change.id, each.status) for each in effects if isinstance(each, Answered)] == [("c2", "applied")]
@@ -147,12 +150,11 @@ def test_split_in_use_ends_as_applied_with_its_other_setting() -> None:
 class Run:
     """A run with a change of the split to 3 and 5 samples, after an earlier one, and reports of ranks."""
 
-    def __init__(self, path: Path, status: str) -> None:
+    def __init__(self, path: Path, status: str, command: str = "set gpu0_bsz=3") -> None:
         self.folder = RunFolder.create(path=path)
         self.log = EventLog(EventWriter(self.folder.events))
         self.log.emit(CommandAnswer(id="c0", command="stop epoch", by="you", status="accepted", reason=None, step=1))
         self.log.emit(Gpu0Bsz(status="applied", old=2, new=1, split=[1, 7], epoch=2, id=None, step=2))
-        command = "set gpu0_bsz=3"
         self.log.emit(CommandAnswer(id="c1", command=command, by="me", status="accepted", reason=None, step=4))
         self.log.emit(Gpu0Bsz(status=status, old=1, new=3, split=[3, 5], epoch=3, id="c1", step=4))  # type: ignore[arg-type]
         if status == "applied":
@@ -188,6 +190,22 @@ def test_failed_split_of_a_rank_is_reverted_once(tmp_path: Path, status: str) ->
     assert [fallback.step for fallback in fallbacks] == [4, 5, 6]
     assert fallbacks[0] == (4, {"window_px": (64, 64)}, (3, 5))
     assert fallbacks_after(run.folder, 5) == fallbacks[1:]
+
+
+def test_settings_next_to_a_failed_split_of_a_rank_hold(tmp_path: Path) -> None:
+    """From the step at which the split began, but for what a newer command has set there."""
+    run = Run(tmp_path / "run", "pending", "set gpu0_bsz=3 lr_factor=0.5 recompute=all --force")
+    for epoch, step in ((2, 2), (3, 7)):
+        run.log.emit(EpochStart(epoch=epoch, lr=0.1, step=step))
+    newer: dict[str, Any] = {"changes": {"recompute": "off"}, "step": 7}
+    run.log.emit(CommandAnswer(id="c2", command="set recompute=off", by="you", status="applied", **newer))
+    run.rank_fails((3, 5), step=8)
+    for _ in range(2):
+        report_reverted_split(run.folder, run.log)
+    (answer,) = (e for e in events(run.folder.path, "command") if e["id"] == "c1" and e["status"] != "accepted")
+    assert (answer["status"], answer["changes"], answer["step"]) == ("applied", {"lr_factor": 0.5}, 7)
+    assert applied_after(run.folder.events, 7) == [(7, {"recompute": "off"}, "c2"), (7, {"lr_factor": 0.5}, "c1")]
+    assert applied_after(run.folder.events, 8) == []
 
 
 @pytest.mark.parametrize(("split", "later_s"), [((4, 4), 1.0), ((3, 5), -9.0)], ids=["another split", "before it"])

@@ -91,6 +91,14 @@ def test_new_split_in_config_overrides_saved_setting() -> None:
     assert (other.record.settings.gpu0_bsz, other.record.settings.lr_factor) == (1, 0.5)
     assert other.record.replays == (Replay(20, {"lr_factor": 0.25, "recompute": "all"}),)
     assert resumed(config_of(shares=[4, 2, 2]), state, before, "abc").record.settings.shares == [4, 2, 2]
+    for parallel, expected in (
+        ({"gpu0_bsz": 1}, (1, None, False)),
+        ({"gpu0_bsz": "auto"}, (3, None, True)),
+        ({"shares": [7, 1]}, (None, [7, 1], False)),
+        ({"shares": [4, 2, 2]}, (6, None, False)),  # for three devices: the last split in proportion
+    ):
+        live = resumed(config_of(**parallel), state, before, "ab", *CHANGES).record.settings
+        assert (live.gpu0_bsz, live.shares, live.is_auto) == expected, "also on other devices than before"
 
 
 def test_new_blocks_in_config_override_saved_fallback() -> None:
@@ -102,7 +110,8 @@ def test_new_blocks_in_config_override_saved_fallback() -> None:
     live = other.record.settings
     assert (live.recompute, live.is_recomputed, live.num_pieces) == ("config", False, 4)
     assert (other.configured.recompute, other.configured.gpu0_bsz, live.gpu0_bsz) == ("config", 2, 5)
-    assert other.record.replays == (*CHANGES, Replay(24, {"num_pieces": 2}))
+    later = Replay(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), CHANGES[1], Replay(24, {"num_pieces": 2})
+    assert other.record.replays == later, "the config is newer than the command and the fallback"
 
 
 def test_split_on_trial_is_kept_or_reverted_by_a_resume() -> None:
