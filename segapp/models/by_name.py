@@ -1,5 +1,6 @@
 """`build_model`: a network with its weights, from names; custom networks (`model.library: python`)."""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -135,7 +136,16 @@ def build_model(
     else:
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
     # Before the weights, because it removes modules that never run, whose tensors a file need not have.
-    inspect_model(model)
+    alike = (
+        library,
+        name,
+        num_classes,
+        in_channels,
+        aux,
+        encoder,
+        json.dumps(options or {}, sort_keys=True, default=repr),
+    )
+    inspect_model(model, None if library == "python" else alike)
     if weights_backbone is not None:
         _load(model, BACKBONE_KEY, weights_backbone, is_partial=partial_weights)
     if weights is not None:

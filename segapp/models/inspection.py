@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +30,10 @@ from segapp.parallel.recompute import activations_kept
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm over a single value."""
+_ATTRIBUTES = (
+    *("min_train_batch", "size_divisor", "fixed_size_px"),
+    *("logits_stride", "coarsest_stride", "called_modules"),
+)
 _LOOK_UPS = {torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.embedding, torch.ops.aten.gather}
 MIN_SIDE_PX = 64
 MAX_DIVISOR = 256
@@ -37,18 +41,30 @@ MAX_STRIDE = 128
 """Strides are measured exactly if they divide this number or the divisor of the sides."""
 
 
-def inspect_model(model: SegmentationModel) -> None:
+_MEASURED: dict[Hashable, tuple[dict[str, Any], set[str]]] = {}
+"""Of networks that were measured in this process: the attributes, and the names of the unused parameters."""
+
+
+def inspect_model(model: SegmentationModel, key: Hashable = None) -> None:
     """Measure `min_train_batch`, sizes and strides of a network, and remove modules and gradients that are not used.
 
     Modules that the network never calls are replaced by `nn.Identity`; parameters without influence on the logits no
     longer require a gradient. `size_divisor` is doubled until the network runs; if it never does, the network gets
     `usual_size_px` as its only size. Nothing else of the network changes, because a copy runs.
 
+    Networks with the same `key` are alike, and only the first is measured; None: this one is like no other.
+
     Raises:
         ConfigError: the network cannot run, as some pairs of decoder and backbone cannot.
     """
-    with OwnGenerator():
-        unused = _measure(model)
+    if (found := _MEASURED.get(key)) is None:
+        with OwnGenerator():
+            unused = _measure(model)
+        found = {name: getattr(model, name) for name in _ATTRIBUTES}, unused
+        if key is not None:
+            _MEASURED[key] = found
+    vars(model).update(found[0])
+    unused = found[1]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
     for name in _unused_modules(model, unused, model.called_modules):

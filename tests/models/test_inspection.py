@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from segapp.errors import ConfigError
 from segapp.losses import CriterionCE, PlainCriterion
-from segapp.models import SegmentationModel, build_model
+from segapp.models import SegmentationModel, build_model, inspection
 from segapp.models.by_name import PythonModel
 from segapp.models.inspection import draws_numbers, inspect_model
 from segapp.parallel import mask_by_sample
@@ -114,7 +115,7 @@ def same(one: Any, other: Any) -> bool:
 def test_shared_layers_of_a_library_keep_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[SegmentationModel, dict[str, Any]]] = []
 
-    def inspect(model: SegmentationModel) -> None:
+    def inspect(model: SegmentationModel, key: Hashable) -> None:
         built.append((copy.deepcopy(model), values_of(model)))
         inspect_model(model)
 
@@ -125,6 +126,35 @@ def test_shared_layers_of_a_library_keep_their_values(monkeypatch: pytest.Monkey
     images = torch.rand(1, 3, 224, 224)
     with torch.no_grad():
         assert model.eval()(images)[0].equal(original.eval().compute_logits(images)[0])
+
+
+def test_networks_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an ensemble; another depth or number of classes is another network."""
+    measured: list[int] = []
+    measure_one = inspection._measure
+
+    def measure(model: SegmentationModel) -> set[str]:
+        measured.append(model.num_classes)
+        return measure_one(model)
+
+    monkeypatch.setattr(inspection, "_measure", measure)
+    monkeypatch.setattr(inspection, "_MEASURED", {})
+    built = [
+        build_model("smp", "Unet", num_classes, encoder="tu-test_resnet", options={"encoder_depth": depth, **options})
+        for num_classes, depth, options in (
+            (3, 3, {"decoder_channels": [8, 6, 4]}),
+            (3, 4, {"decoder_channels": [8, 6, 4, 4]}),
+            (5, 3, {"decoder_channels": [8, 6, 4]}),
+            (3, 3, {"decoder_channels": [8, 6, 4]}),
+        )
+    ]
+    assert measured == [3, 3, 5]
+    assert [model.coarsest_stride for model in built] == [8, 16, 8, 8]
+    first, *_, last = built
+    assert (last.size_divisor, last.called_modules) == (first.size_divisor, first.called_modules)
+    assert {**last.state_dict()}.keys() == {**first.state_dict()}.keys()
+    needed = [[parameter.requires_grad for parameter in model.parameters()] for model in (first, last)]
+    assert needed[0] == needed[1]
 
 
 class Positions(nn.Module):
