@@ -376,7 +376,8 @@ class MonitorApp(App[None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         line = self.columns.events.selected
-        if event.option_list.id == "event-lines" and line is not None:
+        is_open = event.option_list.screen is not self.screen  # of a double click, the first click has opened it
+        if event.option_list.id == "event-lines" and line is not None and not is_open:
             self._show_line(line)
 
     def action_details(self) -> None:

@@ -177,10 +177,10 @@ def test_resume_takes_the_copy_of_a_missing_file(
         trained(tiny, tmp_path / name, number=1)
     more = ["train.epochs=2", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"]
     words = ("train", "--plain", "--trust-parts", *more, "--resume")
-    assert run_segapp(*words, tmp_path / "own", cwd=Path.cwd()).returncode == 0
+    assert run_segapp(*words, tmp_path / "own", cwd=Path.cwd(), SEGAPP_TEST_FORK="1").returncode == 0
     elsewhere = enter(tmp_path / "elsewhere", monkeypatch)
     (tmp_path / "copied").rename(elsewhere / "copied")
-    done = run_segapp(*words, "copied", cwd=elsewhere)
+    done = run_segapp(*words, "copied", cwd=elsewhere, SEGAPP_TEST_FORK="1")
     assert done.returncode == 0, done.stderr
     own, copied = (load_checkpoint(folder).state for folder in (tmp_path / "own", elsewhere / "copied"))
     assert copied["position"] == own["position"]

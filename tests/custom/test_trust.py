@@ -383,7 +383,7 @@ def test_children_know_the_answer_without_a_record(project: Path, monkeypatch: p
 )
 def test_children_of_a_training_know_the_answer(words: str, project: Path, tmp_path: Path) -> None:
     command = ("train", "--config", "run.yaml", "--run", "there", "--trust-parts", *words.split())
-    done = run_segapp(*command, cwd=project)
+    done = run_segapp(*command, cwd=project, SEGAPP_TEST_FORK="1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "marker").exists()
     deadline_s = time.monotonic() + 60

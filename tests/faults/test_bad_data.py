@@ -24,10 +24,10 @@ from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError, DataError
 from segapp.run.words import printable
 from tests.support import ROOT
-from tests.support.fault_runs import MODEL, case
+from tests.support.fault_runs import case
 from tests.support.hostile_files import CONTROL, MARKUP, is_inert, png_bomb, write_data, write_picture
 from tests.support.programs import start
-from tests.support.runs import events, segapp, train
+from tests.support.runs import MODEL, events, segapp, train
 from tests.support.terminals import peak_mib
 
 pytestmark = pytest.mark.faults

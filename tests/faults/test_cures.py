@@ -25,9 +25,9 @@ from segapp.errors import SegappError
 from segapp.models.weights import read_weights_file
 from tests.support import ROOT
 from tests.support.cures import compared_words, cures, followed, is_compared, table
-from tests.support.fault_runs import MODEL, finished_run
+from tests.support.fault_runs import finished_run
 from tests.support.hostile_files import write_data, write_picture
-from tests.support.runs import draw_tiny_data, events, segapp, train
+from tests.support.runs import MODEL, draw_tiny_data, events, segapp, train
 
 BASE: dict[str, Any] = {
     "name": "x",

@@ -71,10 +71,10 @@ def test_soak_keeps_memory_threads_and_files_flat(
     run.wait_for_step(5, program)
     trainer, staying, screens, num_screens = Samples(), Samples(), Samples(), 0
     end_s = time.monotonic() + 60 * MINUTES
-    with terminal("attach", "run", cwd=run.work) as stays:
+    with terminal("attach", "run", cwd=run.work, is_fresh=True) as stays:
         while time.monotonic() < end_s:
             num_screens += 1
-            with terminal("attach", "run", cwd=run.work) as comes:
+            with terminal("attach", "run", cwd=run.work, is_fresh=True) as comes:
                 for second in range(40 if MINUTES < 20 else 58):
                     for shown in (stays, comes):
                         shown.read(0.5)

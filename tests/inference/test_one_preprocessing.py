@@ -23,8 +23,7 @@ from segapp.export.write import open_onnx
 from segapp.inference.predict.predictor import EnsemblePredictor, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.report.images import predict_pair
-from tests.support.fault_runs import MODEL
-from tests.support.runs import merged, train
+from tests.support.runs import MODEL, merged, train
 
 PADDED = {  # its sides are multiples of 16
     "library": "smp",

@@ -294,7 +294,8 @@ def run_all(commands, runs, out, **options):
         assert done.returncode == 0, (words, done.stderr)
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0o000])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o000, 0o002])
 def test_files_have_the_umasks_modes_and_others_never_write(place, umask):
     own = place / "own"
     own.mkdir()

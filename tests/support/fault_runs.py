@@ -35,7 +35,7 @@ from segapp.config import RunConfig, dump_config
 from segapp.run.checkpoints import CheckpointFolder
 from tests.support.fault_table import case as case  # imported with the rest by the cases
 from tests.support.programs import Program, segapp, start
-from tests.support.runs import merged
+from tests.support.runs import MODEL, merged
 
 TAG = "SEGAPP_FAULT_TAG"
 """A variable in the environment of every process of a case, by which processes left behind are found."""
@@ -45,13 +45,6 @@ SYNCHRONOUS = "ckpt.background=sync"
 
 EACH_SAVE = "ckpt.background=each"
 """The failpoint that makes each due save in the background; training waits only for the one before."""
-
-MODEL = {
-    "library": "smp",
-    "name": "PSPNet",
-    "encoder": "tu-test_resnet",
-    "options": {"encoder_depth": 3, "psp_out_channels": 32, "psp_dropout": 0.2},
-}
 
 
 LEAN: dict[str, Any] = {"train": {"ema": None}, "optim": {"name": "sgd", "lr": 0.01, "momentum": 0.0}}

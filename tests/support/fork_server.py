@@ -5,10 +5,11 @@ and ends when nobody is connected any more. It is nobody's child, so what ends t
 
 Commands come as JSON lines on a connection, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
-so that a tracer can be attached; with `"machine"`, the pid of the first process of a machine of `machines`, it runs
-there; with `"uid"` it is another user, and with `"umask"` it has that mask.
-With SEGAPP_TEST_FORK in its environment, a command forks its trainers too; with SEGAPP_TEST_GPUS, the monitor of a
-training asks nvidia-smi, as on a machine with a GPU.
+so that a tracer can be attached; with `"terminal"`, that is the terminal of its session; with `"machine"`, the pid of
+the first process of a machine of `machines`, it runs there; with `"uid"` it is another user, and with `"umask"` it has
+that mask.
+With SEGAPP_TEST_FORK in its environment, a command forks its trainers and its ranks too; with SEGAPP_TEST_GPUS, the
+monitor of a training asks nvidia-smi, as on a machine with a GPU.
 
 Nothing is computed before a fork, so torch has no threads that a child would miss.
 """
@@ -27,6 +28,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -51,11 +53,17 @@ def run(command: dict[str, Any]) -> int:
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
-    streams = [(0, os.devnull, os.O_RDONLY), (1, command["out"], os.O_WRONLY), (2, command["err"], os.O_WRONLY)]
+    terminal = command.get("terminal") or os.devnull  # it becomes the terminal of the session
+    streams = [(0, terminal, os.O_RDWR), (1, command["out"], os.O_WRONLY), (2, command["err"], os.O_WRONLY)]
     for fd, path, flags in streams:
         source = os.open(path, flags)
         os.dup2(source, fd)
         os.close(source)
+    if command.get("terminal"):  # those of the server are of files
+        for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+            stream = os.fdopen(fd, mode, buffering=1, closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
     faulthandler.enable(2)  # SIGABRT prints the stacks
     network.note_requests()
     if command.get("umask") is not None:
@@ -68,9 +76,11 @@ def run(command: dict[str, Any]) -> int:
 
     if "SEGAPP_TEST_FORK" in os.environ:
         import segapp.commands.spawn
+        import segapp.parallel.launch
 
         forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedTrainer})
         segapp.commands.spawn.subprocess = forking  # type: ignore[attr-defined]
+        segapp.parallel.launch.subprocess = forking  # type: ignore[attr-defined]
     if "SEGAPP_TEST_GPUS" in os.environ:
         import segapp.session.session
         from segapp.memory.gpus import GpuPoller
@@ -176,9 +186,9 @@ class ForkedTrainer:
         self,
         words: Sequence[str],
         *,
-        stdin: int,
-        stdout: Any,
-        stderr: int,
+        stdin: int | None = None,
+        stdout: Any = None,
+        stderr: int | None = None,
         start_new_session: bool,
         env: dict[str, str],
         preexec_fn: Callable[[], None] | None = None,
@@ -187,10 +197,10 @@ class ForkedTrainer:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self._train(words[4:], stdout.fileno(), env, preexec_fn))
+            os._exit(self._train(words[4:], stdout, env, preexec_fn))
 
     @staticmethod
-    def _train(words: Sequence[str], out: int, env: dict[str, str], preexec_fn: Callable[[], None] | None) -> int:
+    def _train(words: Sequence[str], out: Any, env: dict[str, str], preexec_fn: Callable[[], None] | None) -> int:
         os.setsid()
         if preexec_fn is not None:
             preexec_fn()
@@ -201,8 +211,9 @@ class ForkedTrainer:
         os.environ.clear()
         os.environ.update(env)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
+        if out is not None:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
         sys.argv = ["segapp", *words]
         return run_main()
 
@@ -252,11 +263,14 @@ def serve(listener: socket.socket) -> None:
 
     import segapp.cli
     import segapp.commands.check
+    import segapp.commands.evaluate
     import segapp.commands.predict
+    import segapp.commands.runs
     import segapp.datasets.augment.pipeline
     import segapp.session.build
     import segapp.session.session  # noqa: F401
 
+    _measure_model()
     gc.collect()
     gc.freeze()  # a child's first full collection would visit 500,000 objects and copy their pages: half a second
     news, wakeup = os.pipe()
@@ -285,6 +299,25 @@ def serve(listener: socket.socket) -> None:
                 own_fds = (news, wakeup, listener.fileno(), *clients)
                 running[pid := _fork(command, own_fds)] = clients[fd]
                 clients[fd].answer(pid=pid)
+
+
+def _measure_model() -> None:
+    """Keep what a training measures of the model of most runs; a child measures it, because autograd forbids forks."""
+    from segapp.models import build_model, inspection
+    from tests.support.runs import MODEL
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        named = {name: MODEL[name] for name in ("library", "name", "encoder", "options")}
+        build_model(**named, num_classes=3)
+        with open(writing, "wb") as file:
+            pickle.dump(inspection._MEASURED, file)
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        inspection._MEASURED.update(pickle.load(file))
+    os.waitpid(child, 0)
 
 
 def _fork(command: dict[str, Any], own_fds: Iterable[int]) -> int:

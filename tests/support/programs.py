@@ -86,24 +86,28 @@ def start(
     machine: int | None = None,
     uid: int | None = None,
     umask: int | None = None,
+    terminal: str | None = None,
     root: Path = ROOT,
-    **env: str,
+    **env: str | None,
 ) -> Program:
     """Starts the real program in the folder `cwd`; its output goes to files in `logs`, `env` has variables to set.
 
     With `is_stopped` it waits for SIGCONT before the command begins. `machine` is the first process of the machine
     (`machines`) on which it runs; the pid of the program is then that of a process outside, which ends as it does.
     `uid` is another user, whose program it is; it reads the files of the package, so `root` has a `readable_copy`.
+    With a `terminal` it reads and writes there in place of the files. It does not have the variables that are None.
     """
     words = [str(argument) for argument in arguments]
-    streams = [_new_file(logs, kind) for kind in (".out", ".err")]
+    streams = [_new_file(logs, kind) for kind in (".out", ".err")] if terminal is None else [Path(terminal)] * 2
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     command = {
         "argv": words,
         "cwd": str(cwd),
-        "env": {**os.environ, "OMP_NUM_THREADS": "1", **env},
+        "env": {name: value for name, value in variables.items() if value is not None},
         "out": str(streams[0]),
         "err": str(streams[1]),
         "is_stopped": is_stopped,
+        "terminal": terminal,
         "machine": machine,
         "uid": uid,
         "umask": umask,

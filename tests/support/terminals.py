@@ -16,11 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.programs import Program, start
+
 ROWS, COLUMNS = 36, 120
 
 
 class Terminal:
-    """A `segapp` at a pseudo-terminal of some columns and rows; `cwd` is the folder of its settings too."""
+    """A `segapp` at a pseudo-terminal of some columns and rows; `cwd` is the folder of its settings too.
+
+    It is forked with its imports done, unless it `is_fresh` or another `program`.
+    """
 
     def __init__(
         self,
@@ -28,22 +33,30 @@ class Terminal:
         cwd: Path,
         size: tuple[int, int] = (COLUMNS, ROWS),
         program: tuple[str, ...] = ("-m", "segapp"),
+        is_fresh: bool = False,
         **env: str,
     ) -> None:
         self.output = b""
         self._status: int | None = None
+        self._forked: Program | None = None
         self._terminal, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         self.modes_before = self.modes()
-        self.pid = os.fork()
-        if self.pid == 0:
+        self._theirs = theirs  # kept open: the last output and the modes stay readable
+        variables = {"TERM": "xterm-256color", "XDG_CONFIG_HOME": str(cwd), **env}
+        if not is_fresh and program == ("-m", "segapp"):
+            own: dict[str, Any] = {"NO_COLOR": None, **variables}
+            self._forked = start(*words, cwd=cwd, logs=cwd, terminal=os.ttyname(theirs), **own)
+            self.pid = self._forked.pid
+        elif (pid := os.fork()) == 0:
             os.close(self._terminal)
             os.login_tty(theirs)
             os.chdir(cwd)
             os.environ.pop("NO_COLOR", None)
-            os.environ.update(TERM="xterm-256color", XDG_CONFIG_HOME=str(cwd), OMP_NUM_THREADS="1", **env)
+            os.environ.update(OMP_NUM_THREADS="1", **variables)
             os.execv(sys.executable, [sys.executable, *program, *map(str, words)])
-        self._theirs = theirs  # kept open: the last output and the modes stay readable
+        else:
+            self.pid = pid
 
     def modes(self) -> list[Any]:
         return termios.tcgetattr(self._terminal)
@@ -78,6 +91,8 @@ class Terminal:
     @property
     def returncode(self) -> int | None:
         """The exit code, or minus the number of the signal; None while it runs."""
+        if self._forked is not None:
+            return self._forked.returncode
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

@@ -23,8 +23,7 @@ from segapp.training import inbox
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.step.engine import StepEngine
 from tests.datasets.conftest import no_worker_is_left  # noqa: F401  # a fixture
-from tests.support.fault_runs import MODEL
-from tests.support.runs import each_save, events, merged, train
+from tests.support.runs import MODEL, each_save, events, merged, train
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 Loaded = tuple[int, tuple[int, ...], str]

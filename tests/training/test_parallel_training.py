@@ -109,7 +109,8 @@ def test_wrong_torchrun_environment_is_one_error(
 @case("X02", how="a batch of 1 for two ranks", passes="exit 2, told once")
 def test_error_of_all_ranks_is_printed_once(base: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "ddp.yaml").write_text(dump_config(three_epochs(base, mode="ddp", devices=CPUS[:2])))
-    result = segapp("train", "--config", "ddp.yaml", "--run", "run", "train.batch_size=1", cwd=tmp_path)
+    words = ("train", "--config", "ddp.yaml", "--run", "run", "train.batch_size=1")
+    result = segapp(*words, cwd=tmp_path, SEGAPP_TEST_FORK="1")
     assert result.returncode == 2
     said = [line for line in result.stderr.splitlines() if not line.startswith("still starting")]  # a busy machine
     assert said == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use 2 or more"]

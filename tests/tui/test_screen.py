@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from textual import events
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from segapp.run.commands import drain_commands
 from segapp.run.events import CommandAnswer
@@ -320,6 +321,21 @@ def test_dialogs_close_once_for_keys_that_come_together(fresh: RecordedRun) -> N
             assert app.is_running, first
             assert sent(fresh) == [], first
             await press(app, pilot, "escape")
+
+    run_screen(fresh, act)
+
+
+def test_dialogs_open_once_for_clicks_that_come_together(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "4", "up", "up")
+        before = len(app.screen_stack)
+        for _ in range(3):
+            app.query_one("#event-lines", OptionList).action_select()
+        await settle(app, pilot)
+        assert len(app.screen_stack) == before + 1
+        assert "Event: " in screen_text(app)
+        await press(app, pilot, "escape")
+        assert len(app.screen_stack) == before
 
     run_screen(fresh, act)
 
