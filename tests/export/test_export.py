@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from timm.layers import create_conv2d
 from torch import nn
 
+from segapp.__main__ import main
 from segapp.api import load
+from segapp.commands.export import export_target
 from segapp.datasets.preprocessing import Preprocessing
-from segapp.errors import ConfigError, RunError
+from segapp.errors import ConfigError, RunError, StorageError
 from segapp.export import write
 from segapp.export.write import ExportInfo, ExportNetwork, check_export, open_onnx, write_export
 from segapp.models import SegmentationModel, build_model
-from tests.support.runs import merged, segapp, train
+from tests.support.disk import BLOCK_BYTES, disk_of
+from tests.support.runs import merged, train
 from tests.training.test_modern_networks import DPT, EOMT, NETWORKS
 
 CLASSES = ("ground", "box", "disc")
@@ -92,21 +95,22 @@ class SmallNet(SegmentationModel):
 
 
 class DividedNet(SegmentationModel):
-    """A network that computes with sizes: "same" padding, and padding and a crop by quotients of negative numbers."""
+    """A network that computes with sizes: "same" padding, which takes ceilings, and quotients of negative numbers.
+
+    Tracing takes three times as long if a second convolution has such a padding.
+    """
 
     def __init__(self) -> None:
         about = {"library": "test", "name": "divided", "encoder_name": "none"}
         super().__init__(**about, num_classes=len(CLASSES), in_channels=3)
         torch.manual_seed(0)
-        self.first = create_conv2d(3, 8, 3, stride=2, padding="same")
-        self.second = create_conv2d(8, 8, 5, stride=2, padding="same")
+        self.first, self.second = create_conv2d(3, 8, 3, stride=2, padding="same"), nn.Conv2d(8, 8, 1)
         self.head = nn.Conv2d(8, len(CLASSES), 1)
 
     def compute_logits(self, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        features = self.first(images_NCHW).relu()
+        features = self.second(self.first(images_NCHW).relu())
         height, width = features.shape[-2:]
-        features = F.pad(features, (0, -width % 3, (8 - height) // 3, 0))
-        return (self.head(self.second(features).relu()),)
+        return (self.head(F.pad(features, (0, -width % 3, (8 - height) // 3, 0))),)
 
 
 def test_sizes_within_a_network_are_divided_exactly(tmp_path):
@@ -172,8 +176,7 @@ class SameSize(FaultyInOpenCV):
         return (F.interpolate(logits, images_NCHW.shape[-2:], mode="nearest"),)
 
 
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
-@pytest.mark.parametrize("network_class", [FaultyInOpenCV, SameSize])
+@pytest.mark.parametrize(("network_class", "format"), [(FaultyInOpenCV, "pt2"), (SameSize, "onnx"), (SameSize, "pt2")])
 def test_last_enlargement_of_one_size_is_the_output(network_class, format, tmp_path):
     model, path = network_class().eval(), tmp_path / f"x.{format}"
     info = info_of(model, fixed_size_px=(44, 68), batch_size=1)
@@ -249,14 +252,29 @@ def test_missing_packages_are_named_in_one_error(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exported_run_matches_predict_and_runs_alone(tiny, tiny_root, tmp_path):
-    model = {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "aux": False}
-    config = merged({**tiny, "model": model}, data={"crop_px": [32, 64]}, train={"epochs": 1, "batch_size": 2})
+@pytest.fixture
+def printed(capsys):
+    """Run a command, which must succeed, and return its standard output."""
+
+    def run(*words: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*words])
+        said = capsys.readouterr()
+        assert ended.value.code == 0, said.err
+        return said.out
+
+    return run
+
+
+def test_exported_run_matches_predict_and_runs_alone(tiny, tiny_root, tmp_path, trusted_code, monkeypatch, printed):
+    model = {"library": "python", "name": "tests.support.own_parts:PaddedNet"}
+    config = merged({**tiny, "model": model}, train={"epochs": 1})
     assert train(config, tmp_path / "run") == 0
-    result = segapp("export", "run", "--format", "onnx", "--out", "net.onnx", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "(3 validation images): largest difference" in result.stdout
-    assert "same class at" in result.stdout
+    monkeypatch.chdir(tmp_path)
+    said = printed("export", "run", "--format", "onnx", "--out", "net.onnx")
+    assert "(3 validation images): largest difference" in said
+    assert "same class at" in said
 
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
     properties = session.get_modelmeta().custom_metadata_map
@@ -266,10 +284,10 @@ def test_exported_run_matches_predict_and_runs_alone(tiny, tiny_root, tmp_path):
     assert [entry.shape for entry in session.get_inputs()] == [["batch", "height", "width", 3]]
     assert {entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain} == {20}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "run"]  # no external data
-    result = segapp("export", "run", "--size", "33x70", "--opset", "18", "--out", "one.onnx", cwd=tmp_path)
-    padding = "(padded to 64x96: --size 64x96 needs none)"
-    assert f"images of 33x70 px only {padding} -> logits" in result.stdout
-    assert "checked with onnxruntime on 1x33x70 1x33x70 (3 validation images)" in result.stdout
+    said = printed("export", "run", "--size", "33x70", "--opset", "18", "--out", "one.onnx")
+    padding = "(padded to 40x72: --size 40x72 needs none)"
+    assert f"images of 33x70 px only {padding} -> logits" in said
+    assert "checked with onnxruntime on 1x33x70 1x33x70 (3 validation images)" in said
     only = onnxruntime.InferenceSession(str(tmp_path / "one.onnx"))
     facts = {name: json.loads(text) for name, text in only.get_modelmeta().custom_metadata_map.items()}
     assert [facts[name] for name in ("fixed_size_px", "batch_size", "opset")] == [[33, 70], 1, 18]
@@ -285,11 +303,31 @@ def test_exported_run_matches_predict_and_runs_alone(tiny, tiny_root, tmp_path):
 
     photo = cv2.resize(cv2.imread(str(next((tiny_root / "images" / "val").glob("*.png")))), (101, 77))
     cv2.imwrite(str(tmp_path / "photo.png"), photo)
-    result = segapp("predict", "run", "photo.png", "--out", "own", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    printed("predict", "run", "photo.png", "--out", "own")
     own = cv2.imread(str(tmp_path / "own" / "labels" / "photo.png"), cv2.IMREAD_UNCHANGED)
     logits = session.run(None, {"images": photo[None, :, :, ::-1].copy()})[0]
     assert (logits[0].argmax(0) == own).mean() > 0.999
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2", "safetensors"])
+def test_export_is_whole_or_not_there(format, tiny, tmp_path):
+    model = {"library": "python", "name": "tests.support.own_parts:Net", "options": {"width": 40}}
+    assert train(merged({**tiny, "model": model}, train={"epochs": 1}), tmp_path / "run") == 0
+    size = None if format == "safetensors" else "24x36"  # of one size, a program is traced in half the time
+
+    def export(path: Path) -> None:
+        export_target(str(tmp_path / "run"), path, format=None, argmax=False, size=size)
+
+    export(whole := tmp_path / f"whole.{format}")
+    needed = whole.stat().st_size
+    last = (needed - 1) // BLOCK_BYTES
+    for k in (last // 2 or 1, (needed - 1) / BLOCK_BYTES):
+        path = tmp_path / f"{k} blocks" / f"a.{format}"
+        path.parent.mkdir()
+        with pytest.raises((StorageError, RunError)) as error, disk_of(int(k * BLOCK_BYTES)):
+            export(path)
+        assert path.name in str(error.value)
+        assert [*path.parent.iterdir()] == []
 
 
 def section(library: str, name: str, encoder: str) -> dict[str, Any]:

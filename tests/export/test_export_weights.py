@@ -18,6 +18,7 @@ from segapp.commands.export import export_target
 from segapp.config import dump_config
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
+from tests.support.fault_runs import MODEL
 from tests.support.runs import events, merged, segapp, train
 
 CLASSES = ["ground", "box", "disc"]
@@ -94,16 +95,16 @@ def test_safetensors_of_a_run_load_into_torchvision(folder, tiny_root, tmp_path)
     [
         ("bare.safetensors", None, "holds no config: name the config"),
         ("bare.pth", None, "name the config of its model with --config"),
-        ("head.pth", "tiny.yaml", "lacks 206 of the 213 tensors of this model, such as backbone"),
+        ("head.pth", "tiny.yaml", "lacks 40 of the 64 tensors of this model, such as encoder"),
         ("gone.safetensors", None, "no file gone.safetensors"),
     ],
 )
 def test_unusable_weights_are_one_clear_error(tiny, target, config, message):
-    Path("tiny.yaml").write_text(dump_config(merged(tiny)))
-    own = build_model("torchvision", "fcn", 3, encoder="mobilenet_v3_small", aux=False).state_dict()
+    Path("tiny.yaml").write_text(dump_config(merged({**tiny, "model": MODEL})))
+    own = build_model("smp", "PSPNet", 3, encoder="tu-test_resnet", options=MODEL["options"]).state_dict()
     save_file(own, "bare.safetensors")
     torch.save(own, "bare.pth")
-    torch.save({n: v for n, v in own.items() if n.startswith("classifier.")}, "head.pth")
+    torch.save({n: v for n, v in own.items() if not n.startswith("encoder.")}, "head.pth")
     with pytest.raises(CheckpointError, match=message) as caught:
         load_trained(target, config)
     assert caught.value.exit_code == 4

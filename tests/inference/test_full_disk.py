@@ -1,14 +1,12 @@
-"""Files of predictions and exports on a disk of k blocks: each is whole, or it is not there and the error names it."""
+"""Files of predictions on a disk of k blocks: each is whole, or it is not there and the error names it."""
 
 from __future__ import annotations
 
 import contextlib
-import resource
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +16,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from segapp.commands.export import export_target
 from segapp.datasets.images import raster
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import RunError, StorageError
+from segapp.errors import StorageError
 from segapp.inference.predict import outputs
 from segapp.inference.predict.outputs import OutputPlan
 from segapp.inference.predict.pipeline import predict_files
@@ -31,12 +28,12 @@ from segapp.inference.predict.polygons import PolygonFormat, PolygonPlan
 from segapp.inference.predict.reading import SAVED, Saved, find_images
 from segapp.inference.workspace import Workspace
 from tests.support import ROOT
+from tests.support.disk import BLOCK_BYTES, disk_of
 from tests.support.programs import segapp, start
 from tests.support.runs import merged, train
 
-BLOCK_BYTES = 4096
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
-SIZE_PX = {"raster": (187, 311), "polygons": (61, 97)}
+SIZE_PX = {"raster": (187, 311), "polygons": (45, 71)}
 
 
 class Noisy:
@@ -53,17 +50,6 @@ class Noisy:
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         found = self.probabilities(images).argmax(1)
         return (found if self.scheme.multilabel is None else found + 1).astype(np.uint8)
-
-
-@contextlib.contextmanager
-def disk_of(num_bytes: int) -> Iterator[None]:
-    """Let no file of this process get larger, as on a disk that is full then."""
-    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
 
 
 def write_image(path: Path, size_px: tuple[int, int]) -> Path:
@@ -119,25 +105,6 @@ def test_prediction_is_whole_or_not_there(
     assert "ERROR" not in said.out + said.err, "printed by GDAL"
     with disk_of(needed + (BLOCK_BYTES if kind == "gpkg" else 0)):
         assert written(tmp_path / "enough").keys() == whole.keys()
-
-
-@pytest.mark.parametrize("format", ["onnx", "pt2", "safetensors"])
-def test_export_is_whole_or_not_there(format: str, tiny: dict[str, Any], tmp_path: Path) -> None:
-    if format == "onnx" and find_spec("onnxscript") is None:
-        pytest.skip("onnxscript is not installed")
-    model = {"library": "python", "name": "tests.support.own_parts:Net", "options": {"width": 40}}
-    assert train(merged({**tiny, "model": model}, train={"epochs": 1}), tmp_path / "run") == 0
-    (whole := tmp_path / f"whole.{format}").parent.mkdir(exist_ok=True)
-    export_target(str(tmp_path / "run"), whole, format=None, argmax=False)
-    needed = whole.stat().st_size
-    last = (needed - 1) // BLOCK_BYTES
-    for k in (last // 2 or 1, (needed - 1) / BLOCK_BYTES):
-        path = tmp_path / f"{k} blocks" / f"a.{format}"
-        path.parent.mkdir()
-        with pytest.raises((StorageError, RunError)) as error, disk_of(int(k * BLOCK_BYTES)):
-            export_target(str(tmp_path / "run"), path, format=None, argmax=False)
-        assert path.name in str(error.value)
-        assert [*path.parent.iterdir()] == []
 
 
 def test_file_that_lacks_bytes_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def gradient_of(criterion, logits, target, change=lambda: None):
 
 
 def derivatives(name, logits, target):
-    logits.requires_grad_()
+    logits = logits[..., :2, :3].clone().requires_grad_()  # each costs several evaluations
     assert gradcheck(lambda x: criteria()[name](x, target), (logits,))
     assert gradgradcheck(lambda x: criteria()[name](x, target), (logits,))
 
@@ -203,7 +203,7 @@ USAGES = [
 ]
 
 
-@pytest.mark.sampled(3)  # no divisor of the number of usages
+@pytest.mark.sampled(7)  # no divisor of the number of usages
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("usage", USAGES, ids=lambda usage: usage.__name__)
 @pytest.mark.parametrize("name", criteria())

@@ -17,6 +17,7 @@ from segapp.models import SegmentationModel, build_model, inspection
 from segapp.models.by_name import PythonModel
 from segapp.models.inspection import draws_numbers, inspect_model
 from segapp.parallel import mask_by_sample
+from tests.support.fault_runs import MODEL
 
 SIZES = {  # divisor and only size; the comments say what the library claims or refuses
     ("Unet", "tu-hrnet_w18_small"): (32, None),  # any size
@@ -198,7 +199,7 @@ def test_refused_network_has_size_and_reason(refusal: str, reason: str) -> None:
 
 def test_step_that_cannot_be_tried_counts_as_drawing() -> None:
     """The layers of dropout have their masks by sample; what draws is told from what does not by a trial."""
-    model = build_model("torchvision", "fcn", 3, encoder="mobilenet_v3_small", aux=False)
+    model = build_model("smp", MODEL["name"], 3, encoder=MODEL["encoder"], options=MODEL["options"])
     mask_by_sample(model)
     broken, drawing = (PlainCriterion(loss) for loss in (lambda *_: None, lambda x, _: x.mean() * torch.rand(())))
     assert [draws_numbers(model, each) for each in (CriterionCE(), drawing, broken)] == [False, True, True]
