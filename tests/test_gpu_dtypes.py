@@ -44,9 +44,9 @@ def test_dtypes_of_replicas_are_those_of_autocast(dtype: torch.dtype | None) -> 
             check_autocast_dtypes(net.head, outputs, torch.float64)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("model", "dtype"), [(SMALL, torch.float16), (LARGE, torch.bfloat16), (WITH_DROPOUT, torch.bfloat16)]
+    ("model", "dtype"), [(WITH_DROPOUT, torch.float16), (LARGE, torch.bfloat16), (SMALL, torch.float16)]
 )
 def test_networks_of_the_figures_run_under_autocast(model: dict[str, str], dtype: torch.dtype) -> None:
     config = figures_config(True, model)

@@ -23,8 +23,9 @@ from segapp.export.write import open_onnx
 from segapp.inference.predict.predictor import EnsemblePredictor, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.report.images import predict_pair
-from tests.support.runs import MODEL, merged, train
+from tests.support.runs import merged, train
 
+OWN = {"library": "python", "name": "tests.support.own_parts:PaddedNet"}  # its sides are multiples of 8
 PADDED = {  # its sides are multiples of 16
     "library": "smp",
     "name": "DeepLabV3Plus",
@@ -109,6 +110,7 @@ def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.sampled(4)
+@pytest.mark.usefixtures("trusted_code")
 @pytest.mark.parametrize("key", KEYS)
 def test_one_image_has_one_prediction_in_every_use(
     key: str, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +122,7 @@ def test_one_image_has_one_prediction_in_every_use(
     has_nodata, suffix = "nodata" in key, ".tif" if "nodata" in key else ".png"
     if "large" in key:
         monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
-    sections = {"model": MODEL, **KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
+    sections = {"model": OWN, **KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
     config = merged(tiny, **sections, train={"epochs": 2})
     assert train(config, tmp_path / "run") == 0
     run, trained = str(tmp_path / "run"), load_trained(str(tmp_path / "run"))

@@ -461,7 +461,7 @@ def test_place_that_results_cannot_tell_is_said(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)  # of the 20 cases, each kind of a file stays, with both numbers of classes and both sizes
 @pytest.mark.parametrize("size", [(3000, 700), (700, 3000)], ids=["high", "wide"])
 @pytest.mark.parametrize("num_classes", [3, 20])
 @pytest.mark.parametrize("kinds", [["labels"], ["overlay"], ["confidence"], ["probabilities"], [*SAVED]], ids="+".join)

@@ -66,7 +66,8 @@ def of_export(model: SegmentationModel, images: Tensor) -> Tensor:
     ("key", "logits_of"),
     [
         *((key, of_inference) for key in ("lraspp", "fcn", "same padding", "segformer", "pspnet")),
-        *((key, of_export) for key in ("lraspp", "same padding")),
+        ("lraspp", of_export),
+        pytest.param("same padding", of_export, marks=pytest.mark.slow),
         *(pytest.param(key, of_inference, marks=pytest.mark.slow) for key in ("unet", "upernet", "unet++", "linknet")),
     ],
 )

@@ -27,7 +27,7 @@ sizes_of_chunks = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), min_size=12, max_size=12)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)  # other criteria at full resolution than on bands
 @pytest.mark.parametrize("name", NAMES)
 @given(sizes=sizes_of_chunks, ignored=shares, seed=st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)

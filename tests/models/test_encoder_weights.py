@@ -18,17 +18,18 @@ from segapp.models.from_torchvision import build_torchvision
 from segapp.models.weights import load_weights
 
 SMP = (
-    *("resnet18", "dpn68", "vgg11", "se_resnet50", "densenet121", "inceptionresnetv2", "inceptionv4", "mit_b0"),
+    *("resnet18", "dpn68", "vgg11", "se_resnet50", "densenet121", "mit_b0", "inceptionv4", "inceptionresnetv2"),
     *("efficientnet-b0", "mobilenet_v2", "xception", "timm-efficientnet-b0", "timm-tf_efficientnet_lite0"),
     *("timm-skresnet18", "mobileone_s0", "timm-gernet_s", "timm-mobilenetv3_small_minimal_100"),
 )
 TIMM = (
-    *("resnet18", "convnext_atto", "mobilenetv3_small_050", "repvgg_a0", "fastvit_t8", "efficientvit_b0", "dla34"),
-    *("hrnet_w18_small", "coat_lite_tiny", "densenet121", "tf_efficientnet_lite0", "pvt_v2_b0", "mobilevitv2_050"),
-    *("edgenext_xx_small", "poolformer_s12", "ghostnet_050", "hiera_tiny_224", "efficientformerv2_s0", "lcnet_035"),
-    *("halonet26t", "cspresnet50", "darknet17", "dpn48b", "rdnet_tiny", "starnet_s1"),
+    *("resnet18", "convnext_atto", "repvgg_a0", "dla34", "hrnet_w18_small", "coat_lite_tiny", "densenet121"),
+    *("tf_efficientnet_lite0", "mobilevitv2_050", "hiera_tiny_224", "halonet26t"),
 )
 SLOW_TIMM = (
+    *("mobilenetv3_small_050", "fastvit_t8", "efficientvit_b0", "pvt_v2_b0", "edgenext_xx_small", "poolformer_s12"),
+    *("ghostnet_050", "efficientformerv2_s0", "lcnet_035", "cspresnet50", "darknet17", "dpn48b", "rdnet_tiny"),
+    *("starnet_s1",),
     *("swinv2_cr_tiny_ns_224", "mobilevit_xxs", "coatnet_pico_rw_224", "gcvit_xxtiny", "focalnet_tiny_srf", "vgg11"),
     *("nasnetalarge", "mobilenetv5_base", "nextvit_small", "tiny_vit_5m_224", "rexnet_100", "vovnet39a", "xception41"),
     *("fasternet_t0", "botnet26t_256", "selecsls42b", "skresnet18", "res2net50_26w_4s", "resnest14d", "repvit_m0_9"),
@@ -94,6 +95,7 @@ def test_small_encoders_are_of_every_class_of_smp() -> None:
     assert {known[name] for name in SMP if name in known} == set(known.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [*SMP, *(pytest.param(name, marks=pytest.mark.slow) for name in encoders if name not in SMP)]
 )
@@ -108,6 +110,7 @@ def test_encoder_of_timm_takes_own_and_published_names(name: str, monkeypatch: p
     assert_every_tensor_arrives(network_around(encoder, f"tu-{name}"), names)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "mobilenet_v3_small", "mobilenet_v3_large"])
 def test_backbone_of_torchvision_takes_own_and_published_names(name: str) -> None:
     with torch.device("meta"):

@@ -32,7 +32,13 @@ SIZES = {  # divisor and only size; the comments say what the library claims or 
 }
 
 
-@pytest.mark.parametrize(("name", "encoder"), SIZES)
+LIKE_OTHERS = ("tu-hrnet_w18_small", "tu-coatnet_nano_rw_224")  # tu-dla34 and tu-coat_lite_tiny
+
+
+@pytest.mark.parametrize(
+    ("name", "encoder"),
+    [pytest.param(*pair, marks=pytest.mark.slow if pair[1] in LIKE_OTHERS else ()) for pair in SIZES],
+)
 def test_size_that_is_said_to_run_runs_and_others_do_not(name: str, encoder: str) -> None:
     with torch.device("meta"):  # shapes only
         size = {"img_size": [96, 64], "embed_dim": 32, "stages": [1, 1, 1, 1]} if "hiera" in encoder else {}

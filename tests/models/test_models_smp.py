@@ -24,7 +24,7 @@ TWO_IMAGES = ("DeepLabV3", "DeepLabV3Plus", "PAN", "UPerNet")  # in training: th
 SMALL_DPT = {"decoder_intermediate_channels": [16, 16, 16, 16], "decoder_fusion_channels": 16}
 NETWORKS = [
     *((name, "tu-test_resnet") for name in STRIDES if name != "DPT"),
-    ("DPT", "tu-vit_tiny_patch16_224"),
+    ("DPT", "tu-test_vit"),
     ("PSPNet", "mobilenet_v2"),  # one stage of the encoder runs, and its result is not used
 ]
 
@@ -125,7 +125,8 @@ def test_published_pspnet_has_whole_backbone_at_stride_8():
     assert not any("layer3" in name or "layer4" in name for name, _ in shallow.named_parameters())
 
 
-def test_architecture_and_timm_encoder_options_are_passed_on():
+def test_architecture_and_timm_encoder_options_are_passed_on(monkeypatch):
+    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model: None)
     options = {"encoder_depth": 3, "decoder_channels": [8, 8, 4]}
     with torch.device("meta"):  # sizes only
         unet = build_model("smp", "unet", 3, encoder="tu-test_resnet", options=options)

@@ -50,9 +50,9 @@ class Net(nn.Module):
 class PaddedNet(nn.Module):
     """Adds an enlarged coarse map to a fine one, which takes multiples of 8."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, in_channels: int) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 5, 4, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.backbone = nn.Sequential(nn.Conv2d(in_channels, 8, 5, 4, 2), nn.BatchNorm2d(8), nn.ReLU())
         self.coarse = nn.Conv2d(8, 8, 3, 2, 1)
         self.head = nn.Conv2d(8, num_classes, 1)
 
