@@ -104,7 +104,8 @@ def by_hand(trained: TrainedModel, image: np.ndarray) -> torch.Tensor:
     with torch.no_grad():
         logits = model.compute_logits(F.pad(pixels, (0, frame[1] - size[1], 0, frame[0] - size[0])))[0]
     is_aligned: Any = trained.config.loss.align_corners  # resolved
-    logits = F.interpolate(logits, frame, mode="bilinear", align_corners=is_aligned)[..., : size[0], : size[1]]
+    if frame != tuple(size):  # otherwise the logits are enlarged once, also for an image that is resized
+        logits = F.interpolate(logits, frame, mode="bilinear", align_corners=is_aligned)[..., : size[0], : size[1]]
     model.float()
     return F.interpolate(logits, image.shape[:2], mode="bilinear", align_corners=is_aligned)[0]
 
