@@ -18,8 +18,7 @@ from segapp.commands.export import export_target
 from segapp.config import dump_config
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
-from tests.support.fault_runs import MODEL
-from tests.support.runs import events, merged, segapp, train
+from tests.support.runs import MODEL, events, merged, segapp, train
 
 CLASSES = ["ground", "box", "disc"]
 

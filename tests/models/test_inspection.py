@@ -17,7 +17,7 @@ from segapp.models import SegmentationModel, build_model, inspection
 from segapp.models.by_name import PythonModel
 from segapp.models.inspection import draws_numbers, inspect_model
 from segapp.parallel import mask_by_sample
-from tests.support.fault_runs import MODEL
+from tests.support.runs import MODEL
 
 SIZES = {  # divisor and only size; the comments say what the library claims or refuses
     ("Unet", "tu-hrnet_w18_small"): (32, None),  # any size

@@ -126,7 +126,7 @@ def test_published_pspnet_has_whole_backbone_at_stride_8():
 
 
 def test_architecture_and_timm_encoder_options_are_passed_on(monkeypatch):
-    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model: None)
+    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model, key: None)
     options = {"encoder_depth": 3, "decoder_channels": [8, 8, 4]}
     with torch.device("meta"):  # sizes only
         unet = build_model("smp", "unet", 3, encoder="tu-test_resnet", options=options)
