@@ -7,8 +7,10 @@ import gc
 import json
 import os
 import re
+import shlex
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leaves out what takes long, unless `-m` names a marker of it: `-m "not faults"` has no slow tests either."""
+    if getattr(config.option, "tx", None) and not config.pluginmanager.hasplugin("_cov"):
+        # Coverage would miss the lines that the server has run. The name is that of `programs.fork_server_name`.
+        config.option.testrunuid = uuid.uuid4().hex
+        os.environ["SEGAPP_TEST_FORK_SERVER"] = f"segapp-fork-server-{config.option.testrunuid}"
+        forked = f"popen//python={shlex.quote(sys.executable)} -m tests.support.forked_worker"
+        config.option.tx = [forked for _ in config.option.tx]
     if not set(re.findall(r"\w+", config.option.markexpr)) & set(LONG):
         words = [f"({config.option.markexpr})"] if config.option.markexpr else []
         config.option.markexpr = " and ".join([*words, *(f"not {marker}" for marker in LONG)])

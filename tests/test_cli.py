@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import site
 import subprocess
@@ -231,6 +232,18 @@ def test_usage_errors_escape_what_hides_text(tmp_path: Path, words: tuple[str, .
     assert words == ("ctl",) or "\\u20" in done.stderr, done.stderr
 
 
+COMMANDS = """
+import ast, sys
+sys.path += sys.argv[1].split(":")
+from segapp.__main__ import main
+for words in ast.literal_eval(sys.argv[2]):
+    try:
+        main(words)
+    except SystemExit as end:
+        print("ended with", end.code, flush=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("environ", "shown"),
     [
@@ -244,18 +257,13 @@ def test_stream_of_another_encoding_gets_escapes(environ: dict[str, str], shown:
     (folder / "classes.txt").write_text("Himmel\nStraße ☃\nGrün\n", encoding="utf-8")
     commands = (["init", folder.name, "--out", "é.yaml"], ["check", "--config", "é.yaml"], ["status", folder.name])
     # Without `site`, which reads the place of the clone in another encoding.
-    code = "import sys; sys.path += sys.argv.pop(1).split(':'); from segapp.__main__ import main; main()"
-    paths = os.pathsep.join([str(ROOT), *site.getsitepackages()])
-    done = [
-        subprocess.run(
-            [sys.executable, "-S", "-c", code, paths, *words],
-            cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, timeout=280,
-        )
-        for words in commands
-    ]  # fmt: skip
-    encoding = environ.get("PYTHONIOENCODING", "ascii")
-    out, checked, error = (each.stdout.decode(encoding) + each.stderr.decode(encoding) for each in done)
-    assert [each.returncode for each in done] == [0, 0, 2], out + checked + error
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", COMMANDS, os.pathsep.join([str(ROOT), *site.getsitepackages()]), repr(commands)],
+        cwd=tmp_path, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280,
+    )  # fmt: skip
+    said = done.stdout.decode(environ.get("PYTHONIOENCODING", "ascii"))
+    assert re.findall(r"ended with (\S+)", said) == ["0", "0", "2"], said
+    out, checked, error = said.split("ended with ")[:3]
     assert f"classes: Himmel, {shown}, " in out
     assert f"\n{shown} " in checked
     assert f"error: {shown}: no such run" in error

@@ -23,7 +23,7 @@ from segapp import places
 from segapp.config import dump_config
 from segapp.places import keep_compiled_code, own_folder
 from tests.support import ROOT
-from tests.support.runs import merged
+from tests.support.runs import merged, segapp
 from tests.test_api import small
 
 NOBODY = 65534
@@ -162,10 +162,11 @@ def test_temporary_names_are_those_of_the_table(
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environ |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "SEGAPP_TRUST_PARTS": "1"}
     with names_made_in(folder, runs) as made:
-        for words in commands:
-            program = [sys.executable, "-P", "-m", "segapp", *words]
-            done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
+        program = [sys.executable, "-P", "-m", "segapp", *commands[0]]
+        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        done = segapp(*commands[1], cwd=tmp_path, **dict.fromkeys(VARIABLES), **environ)
+        assert done.returncode == 0, done.stderr
     assert [name for name in made - {"r"} if not any(fnmatch(name, pattern) for pattern in listed)] == []
     assert any(name.startswith("segapp-ranks-" if kind == "ddp" else "tmp") for name in made), made
     assert theirs.is_file() or os.listdir(theirs) == []

@@ -14,7 +14,7 @@ from segapp.__main__ import main
 from segapp.commands.check_part import check_part
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
-from tests.support.runs import merged, train
+from tests.support.runs import MODEL, merged, train
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
 
@@ -201,7 +201,7 @@ def test_transform_has_one_verdict(
     Path(file := f"{tmp_path.name}.py").write_text(SAVED)
     A.save(A.Compose([A.RandomCrop(32, 40), A.HorizontalFlip(), A.GaussianBlur(p=0.3)]), "saved.json")
     entries = yaml.safe_load(yaml.safe_dump(entries).replace("FILE", file))
-    config = merged(tiny, data={"augment": entries, "crop_px": [*crop_px]}, train={"epochs": 1})
+    config = merged({**tiny, "model": MODEL}, data={"augment": entries, "crop_px": [*crop_px]}, train={"epochs": 1})
     assert check_part(None, None, config) == code
     said = capsys.readouterr().out
     if code == 0:

@@ -67,6 +67,7 @@ KINDS: list[tuple[str, tuple[int, ...] | None, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "bands", "mask_dtype", "scheme"), KINDS, ids=[each[0] for each in KINDS])
 @pytest.mark.parametrize(("workers", "way"), [(2, "cutmix"), (3, "classmix"), (3, "short")])
 def test_ring_has_the_bytes_of_every_kind_of_sample(

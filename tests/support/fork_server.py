@@ -5,9 +5,9 @@ and ends when nobody is connected any more. It is nobody's child, so what ends t
 
 Commands come as JSON lines on a connection, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
-so that a tracer can be attached; with `"terminal"`, that is the terminal of its session; with `"machine"`, the pid of
-the first process of a machine of `machines`, it runs there; with `"uid"` it is another user, and with `"umask"` it has
-that mask.
+so that a tracer can be attached; with `"in"`, it reads from there, and a terminal becomes that of its session; with
+`"machine"`, the pid of the first process of a machine of `machines`, it runs there; with `"uid"` it is another user,
+and with `"umask"` it has that mask. With `"code"` in place of `"argv"` it runs this code, as a worker of pytest-xdist.
 With SEGAPP_TEST_FORK in its environment, a command forks its trainers and its ranks too; with SEGAPP_TEST_GPUS, the
 monitor of a training asks nvidia-smi, as on a machine with a GPU.
 
@@ -53,17 +53,23 @@ def run(command: dict[str, Any]) -> int:
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
-    terminal = command.get("terminal") or os.devnull  # it becomes the terminal of the session
-    streams = [(0, terminal, os.O_RDWR), (1, command["out"], os.O_WRONLY), (2, command["err"], os.O_WRONLY)]
+    streams = [
+        (0, command.get("in") or os.devnull, os.O_RDONLY),
+        (1, command["out"], os.O_WRONLY),
+        (2, command["err"], os.O_WRONLY),
+    ]
     for fd, path, flags in streams:
         source = os.open(path, flags)
         os.dup2(source, fd)
         os.close(source)
-    if command.get("terminal"):  # those of the server are of files
+    if command.get("in"):  # those of the server are of files
         for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
             stream = os.fdopen(fd, mode, buffering=1, closefd=False)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+    if "code" in command:
+        exec(command["code"], {"__name__": "__main__"})
+        return 0
     faulthandler.enable(2)  # SIGABRT prints the stacks
     network.note_requests()
     if command.get("umask") is not None:

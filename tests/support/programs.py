@@ -107,7 +107,7 @@ def start(
         "out": str(streams[0]),
         "err": str(streams[1]),
         "is_stopped": is_stopped,
-        "terminal": terminal,
+        "in": terminal,
         "machine": machine,
         "uid": uid,
         "umask": umask,
@@ -138,7 +138,8 @@ class _ForkServer:
     """The connection to the process that forks, and the thread that reads its answers."""
 
     def __init__(self, root: Path) -> None:
-        self._socket = _connection(root)
+        name = fork_server_name()
+        self._socket = connection_to(name if root == ROOT else f"{name}-{root}", root)
         self._running: dict[int, Program] = {}
         self._asked: list[tuple[Any, ...]] = []
         self._news = threading.Condition()
@@ -189,9 +190,8 @@ def readable_copy(folder: Path) -> Path:
     return folder
 
 
-def _connection(root: Path) -> socket.socket:
-    """Returns a connection to the server of this run of the tests, which is started if it does not run."""
-    name = fork_server_name() if root == ROOT else f"{fork_server_name()}-{root}"
+def connection_to(name: str, root: Path = ROOT) -> socket.socket:
+    """Returns a connection to a server, which is started if it does not run."""
     deadline_s = time.monotonic() + 60
     while True:
         connection = socket.socket(socket.AF_UNIX)

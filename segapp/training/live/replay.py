@@ -111,7 +111,7 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
 
 
 def _other_settings(command: str, rare: Iterable[dict[str, Any]], step: int | None) -> dict[str, Any]:
-    """Return what a `set` sets next to the split, without what newer commands have set at that step."""
+    """Return the settings of a `set` next to the split, without those that newer commands have set at that step."""
     with contextlib.suppress(CommandError):  # of a version with other settings
         asked = parse_command(command)
         changes = asked.changes if isinstance(asked, SetCommand) else {}

@@ -118,6 +118,7 @@ def target_of(pair: ImagePair, multilabel: bool = False) -> np.ndarray:
     return ids
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cache", ["none", "ram", "disk"])
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("multilabel", [False, True])

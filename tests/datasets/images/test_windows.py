@@ -112,6 +112,7 @@ def test_samples_from_windows_equal_those_from_whole_images(tmp_path: Path) -> N
         assert torch.equal(in_windows[(epoch, 0)].target, whole[(epoch, 0)].target)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 @pytest.mark.parametrize("in_windows", [True, False])
 def test_places_of_a_value_are_all_its_pixels_found_in_one_cell(in_windows: bool, dtype: type) -> None:
