@@ -280,29 +280,6 @@ def test_daemonic_process_trains_without_data_workers(
     assert train(small(tiny), {"data.workers": "auto"}, run=tmp_path / "run").step == 5
 
 
-def test_fork_of_a_process_that_has_predicted_predicts(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its threads of OpenMP do not exist in the fork, where a second one would wait for them."""
-    code = """if True:
-        import multiprocessing, sys, numpy, segapp, torch
-        torch.set_num_threads(2)
-        network, image = segapp.load(sys.argv[1]), numpy.zeros((200, 300, 3), numpy.uint8)
-        labels = network.predict(image)
-        def predict():
-            assert (network.predict(image) == labels).all()
-        process = multiprocessing.get_context("fork").Process(target=predict)
-        process.start()
-        process.join(60)
-        print(process.exitcode, torch.get_num_threads())
-        process.kill()
-    """
-    run = train(small(tiny), run=tmp_path / "run").run
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
-    assert done.stdout == "0 2\n", done.stderr
-
-
 def test_results_show_themselves_in_a_few_lines(tiny: dict[str, Any], tmp_path: Path) -> None:
     result = train(small(tiny), {"train.epochs": 3}, run=tmp_path / "a<b>")
     found, network = evaluate(result.run, progress=False), load(result.run)

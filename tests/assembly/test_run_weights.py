@@ -30,13 +30,14 @@ from segapp.training.step.assembler import StepAssembler
 from tests.support.runs import events, merged, train
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+NARROW = {"decoder_pyramid_channels": 16, "decoder_segmentation_channels": 32}
 
 
 @pytest.fixture(scope="module")
 def run(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     data = {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0}
     config = merged(
-        {"name": "teacher", "model": {"library": "smp", "name": "FPN", "encoder": "resnet18"}},
+        {"name": "teacher", "model": {"library": "smp", "name": "FPN", "encoder": "tu-test_resnet", "options": NARROW}},
         data={**data, "crop_px": [32, 64], "mean": MEAN, "std": STD},
         train={"epochs": 1, "batch_size": 5, "ema": 0.5},
         loss={"align_corners": True},
@@ -54,7 +55,7 @@ def half(run: tuple[RunConfig, Path]) -> tuple[RunConfig, Path]:
         name: value for name, value in timm.create_model("test_resnet").state_dict().items() if "layer4" not in name
     }
     torch.save(state, folder.with_name("backbone.pt"))
-    model = {"encoder": "tu-test_resnet", "weights_backbone": str(folder.with_name("backbone.pt"))}
+    model = {"weights_backbone": str(folder.with_name("backbone.pt"))}
     model |= {"partial_weights": True}
     loss = {"align_corners": "auto"}
     config = merged(run[0].model_dump(mode="json"), data={"mean": None, "std": None}, model=model, loss=loss)
@@ -117,7 +118,7 @@ def test_values_of_the_config_come_from_the_loaded_weights(
     torch.save({"encoder.fc.weight": torch.ones(1), "segmentation_head.0.bias": torch.ones(1)}, "runs/smp.pt")
     torch.save({"encoder.fc.weight": torch.ones(1)}, "runs/classifier.pt")
     plain = half[0].model_dump(mode="json")
-    model = {"encoder": "tu-test_resnet", "weights_backbone": None, key: weights}
+    model = {"weights_backbone": None, key: weights}
     is_aligned = key == "weights" and weights not in ("runs/half", "runs/classifier.pt")
     for named in ({}, {"std": (0.7, 0.8, 0.9)}):
         config, notes = with_weights_defaults(merged(plain, model=model, data={"mean": None, "std": None, **named}))
@@ -153,7 +154,7 @@ def test_weights_of_a_run_are_its_average(
     (report,) = model.load_reports
     assert report.keys.missing == {}
     fresh = build_network(section, 3, with_weights=False)
-    assert not torch.equal(fresh.encoder.conv1.weight, model.encoder.conv1.weight)
+    assert not torch.equal(fresh.encoder.model.conv1[0].weight, model.encoder.model.conv1[0].weight)
 
 
 def test_classifier_of_other_classes_is_left_out(run: tuple[RunConfig, Path]) -> None:
@@ -202,7 +203,7 @@ def test_alert_names_the_modules_that_stay_random(half: tuple[RunConfig, Path]) 
 def test_folder_of_save_pretrained_gives_its_tensors(
     run: tuple[RunConfig, Path], tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = smp.FPN("resnet18", encoder_weights=None, classes=3)
+    theirs = smp.FPN("tu-test_resnet", encoder_weights=None, classes=3, **NARROW)
     theirs.save_pretrained(tmp_path / "net")
     (tmp_path / "net" / "config.json").write_text('{"_model_class": "Unet", "encoder_name": "none"}')
     shutil.copytree(run[1], tmp_path / "runs" / "net")  # a run of the same name, which is not the folder

@@ -61,6 +61,18 @@ class PaddedNet(nn.Module):
         return self.head(features + F.interpolate(self.coarse(features), scale_factor=2))
 
 
+class NetWithDropout(Net):
+    """Two convolutions with BatchNorm and dropout between them."""
+
+    def __init__(self, num_classes: int, width: int = 8) -> None:
+        super().__init__(num_classes, width)
+        self.backbone.append(nn.Dropout(0.3))
+
+
+DROPOUT = {"library": "python", "name": "tests.support.own_parts:NetWithDropout"}
+"""The section `model` of a config for it."""
+
+
 def ce() -> Callable[[Tensor, Tensor], Tensor]:
     """Return a plain loss that is a mean over valid pixels."""
     return lambda logits, target: F.cross_entropy(logits, target, ignore_index=255)
