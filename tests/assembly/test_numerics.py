@@ -38,10 +38,11 @@ from segapp.run.folder import RunFolder
 from segapp.session.failures import as_segapp_error
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
+from tests.support.own_parts import DROPOUT
 from tests.support.runs import events, merged, train
 
 CPU, V100, A100 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
-UNET = {"library": "smp", "name": "Unet", "encoder": "resnet18"}
+LINKNET = {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet"}
 SEGFORMER = {"library": "smp", "name": "Segformer", "encoder": "mit_b0"}
 
 
@@ -101,7 +102,7 @@ def test_custom_model_and_loss_can_ask_for_float32(
     ],
 )
 def test_channels_last_where_tensor_cores_convolve(train: dict[str, Any], device: torch.device, expected: bool) -> None:
-    model = build_network(ModelConfig(**UNET), 3, with_weights=False)
+    model = build_network(ModelConfig(**LINKNET), 3, with_weights=False)
     section = TrainConfig(**{"precision": "fp32", **train})
     assert uses_channels_last(section, model, device) == expected
     transformer = build_network(ModelConfig(**SEGFORMER), 3, with_weights=False)
@@ -150,6 +151,7 @@ def test_training_has_the_precision_that_all_ranks_support(tmp_path: Path, monke
 
 def test_resume_with_auto_keeps_the_precision(tiny: dict[str, Any], tmp_path: Path) -> None:
     """A CPU would choose fp32; the checkpoint's file may also begin another run."""
+    tiny["model"] = DROPOUT
     first, second = tmp_path / "first", tmp_path / "second"
     one = {"epochs": 1, "batch_size": 5}
     assert train(merged(tiny, train={**one, "precision": "amp-bf16"}), first) == 0

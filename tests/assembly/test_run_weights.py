@@ -211,7 +211,7 @@ def test_folder_of_save_pretrained_gives_its_tensors(
     model = build_network(run[0].model.model_copy(update={key: "net"}), 3)
     config = merged(run[0].model_dump(mode="json"), model={key: "net"}, loss={"align_corners": "auto"})
     assert with_weights_defaults(config)[0].loss.align_corners == (key == "weights")
-    fcn = {"library": "torchvision", "name": "fcn"}  # which has no head of smp
+    fcn = {"library": "torchvision", "name": "fcn", "encoder": "resnet18", "options": {}}  # which has no head of smp
     assert not with_weights_defaults(merged(config.model_dump(mode="json"), model=fcn))[0].loss.align_corners
     state = theirs.state_dict()
     given = [n for n in state if key == "weights" or n.startswith("encoder.")]

@@ -133,15 +133,21 @@ def limited(folder: Path, total_mib: int, used_mib: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(resources.psutil, "swap_memory", lambda: type("Swap", (), {"total": 0}))
 
 
-def test_a_run_in_a_small_container_ends_before_its_first_step(tiny, tmp_path, monkeypatch, capfd):
+CONTAINER: dict[str, Any] = {"data": {"crop_px": [48, 64]}, "train": {"batch_size": 3, "steps": 1, "epochs": 1}}
+
+
+def test_a_run_in_a_small_container_ends_before_its_first_step(tiny, tmp_path, monkeypatch):
     """The prediction is a real one: 31 MiB for 3 crops of 48 x 64 px."""
-    config = merged(tiny, data={"crop_px": [48, 64]}, train={"batch_size": 3, "steps": 1, "epochs": 1})
     limited(tmp_path / "small", 20, 1, monkeypatch)
     with pytest.raises(ConfigError, match=r"a step of 3 crops of 48 x 64 px .* of 20 MiB of memory, 19 MiB") as caught:
-        train(config, tmp_path / "run")
+        train(merged(tiny, **CONTAINER), tmp_path / "run")
     assert caught.value.topic == "out-of-memory"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_in_a_full_container_begins_with_an_alert(tiny, asked, tmp_path, monkeypatch):
     limited(tmp_path / "full", 4000, 3990, monkeypatch)
-    assert train(config, tmp_path / "run") == 0
+    assert train(merged(tiny, **CONTAINER), tmp_path / "run") == 0
     (alert,) = [event for event in events(tmp_path / "run", "alert") if event["kind"] == "memory"]
     assert "of 4,000 MiB of memory, 10 MiB are free: lower data.crop_px, or end other programs" in alert["message"]
+    assert [job.split for job in asked] == [(3,)]

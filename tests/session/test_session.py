@@ -36,17 +36,23 @@ from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.context import RunContext
 from segapp.training.signals import StopRequest
-from tests.support.runs import events, merged
+from tests.support.own_parts import DROPOUT
+from tests.support.runs import events, merged, train
 
 
 def test_cache_that_a_resume_chooses_anew_changes_nothing(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At first, the ten training images fit, but not the four validation images, too; then, none fit."""
-    fixed = {**tiny, "schedule": {"name": "constant"}, "train": {**tiny["train"], "bn_momentum": None}}
+    fixed = {
+        **tiny,
+        "model": DROPOUT,
+        "schedule": {"name": "constant"},
+        "train": {**tiny["train"], "bn_momentum": None},
+    }
     config, first = (merged(fixed, train={"epochs": epochs}) for epochs in (2, 1))
     plain = merged(fixed, train={"epochs": 2}, data={"cache": "none"})
-    assert run_session(TrainRequest(plain, run=tmp_path / "plain")) == 0
+    assert train(plain, tmp_path / "plain") == 0
     assert "data.cache" not in capsys.readouterr().out
     train_px, val_px = (sum(h * w for h, w in image_sizes_of(config.data, split, 99)) for split in ("train", "val"))
     monkeypatch.setattr(cache, "RESERVE_BYTES", 0)
@@ -120,10 +126,10 @@ def test_run_stopped_before_its_first_save_begins_anew(
         context.signals.check()
         raise AssertionError("the signal was not noticed")
 
-    config, folder = merged(tiny, train={"epochs": 1, "batch_size": 5}), tmp_path / "run"
+    config, folder = merged({**tiny, "model": DROPOUT}, train={"epochs": 1, "batch_size": 5}), tmp_path / "run"
     with monkeypatch.context() as patched:
         patched.setattr(session, "build_trainer", build_until_a_signal)
-        assert run_session(TrainRequest(config, run=folder)) == 128 + signal.SIGTERM
+        assert train(config, folder) == 128 + signal.SIGTERM
     (end,) = events(folder, "run_end")
     assert (end["status"], end["exit_code"]) == ("stopped", 128 + signal.SIGTERM)
     assert end["reason"] == "SIGTERM: nothing was there to save yet"

@@ -13,7 +13,7 @@ from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import load_config
 from segapp.models.by_name import PythonModel
 from segapp.planning.auto import with_kept
-from tests.support.runs import differing, merged, train
+from tests.support.runs import FCN, differing, merged, train
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_run_keeps_what_auto_chose(tiny: dict[str, Any], tmp_path: Path, capsys:
     """15 steps of 2 micro-batches; MobileNetV3's own momentum is 0.01."""
     runs = {}
     for name, value in (("auto", "auto"), ("named", 0.1), ("own", None)):
-        config = merged(tiny, train={"epochs": 1, "accumulate": 2, "bn_momentum": value})
+        config = merged({**tiny, "model": FCN}, train={"epochs": 1, "accumulate": 2, "bn_momentum": value})
         assert train(config, tmp_path / name) == 0
         said = "train.bn_momentum = 0.1, because the model's own would average the statistics of BatchNorm over too"
         assert (f"{said} many of the 6 forward passes" in capsys.readouterr().out) == (name == "auto")
@@ -65,10 +65,10 @@ def test_run_keeps_what_auto_chose(tiny: dict[str, Any], tmp_path: Path, capsys:
     assert any(name.endswith("running_var") for name in changed)
     stored = load_config(tmp_path / "auto" / "config.yaml")
     assert (stored.train.bn_momentum, runs["auto"]["config"]["train"]["bn_momentum"]) == (0.1, 0.1)
-    longer = merged(tiny, train={"steps": 4_000, "bn_momentum": "auto"})
+    longer = merged({**tiny, "model": FCN}, train={"steps": 4_000, "bn_momentum": "auto"})
     assert with_kept(longer, runs["auto"]).train.bn_momentum == 0.1
     assert with_kept(longer, runs["own"]).train.bn_momentum is None
-    automatic = merged(tiny, train={"batch_size": "auto", "accumulate": 1})
+    automatic = merged({**tiny, "model": FCN}, train={"batch_size": "auto", "accumulate": 1})
     saved = runs["own"]["config"]["train"]
     kept = with_kept(automatic, runs["own"]).train
     assert (kept.batch_size, kept.accumulate) == (saved["batch_size"], 2)

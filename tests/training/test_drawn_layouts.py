@@ -14,7 +14,7 @@ from segapp.config import load_config, validate_config
 from segapp.datasets.dataset import Sample, SegmentationDataset, image_sizes
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts.judge import Verdict, compare, judged, sample_of
-from tests.support.runs import events, train
+from tests.support.runs import FCN, events, train
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_layout_trains_on_the_pixels_that_were_drawn(
     values = config.model_dump()
     values["data"] |= {"crop_px": (max(heights), max(widths)), "scale": (1.0, 1.0), "hflip": 0.0, "photometric": False}
     values["data"] |= {"workers": 0, "cache": "none"}
-    values["model"] = {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_small", "aux": False}
+    values["model"] = FCN
     values["schedule"] |= {"warmup_steps": 0}
     values["train"] |= {"epochs": 2, "batch_size": len(pairs)}
     values["eval"] |= {"every_epochs": 2}

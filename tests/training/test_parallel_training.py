@@ -18,7 +18,7 @@ from segapp.session.build import _build_datasets
 from tests.support.fault_table import case
 from tests.support.golden_runs import float64
 from tests.support.rank_runs import losses, trained_by_ranks
-from tests.support.runs import events, merged, segapp, train
+from tests.support.runs import FCN, events, merged, segapp, train
 from tests.training.test_resume import final_state
 
 CPUS = ["cpu"] * 3
@@ -73,9 +73,11 @@ def test_model_parallel_equals_one_device(base: dict[str, Any], single: Path, tm
 def test_impossible_parallel_config_is_refused(
     tiny: dict[str, Any], tmp_path: Path, parallel: dict[str, Any], message: str
 ) -> None:
-    model = {"name": "deeplabv3", "encoder": "mobilenet_v3_large"}
+    model = {**FCN, "name": "deeplabv3"}
     with pytest.raises(ConfigError, match=message):
-        train(merged(tiny, model=model, train={"epochs": 1, "batch_size": 3}, parallel=parallel), tmp_path / "run")
+        train(
+            merged({**tiny, "model": model}, train={"epochs": 1, "batch_size": 3}, parallel=parallel), tmp_path / "run"
+        )
 
 
 def test_every_rank_needs_a_training_image(tiny: dict[str, Any]) -> None:

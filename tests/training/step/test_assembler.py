@@ -21,7 +21,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.parallel.recompute import RecomputedBlock
 from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
 from segapp.training.step.engine import StepEngine
-from tests.support.runs import differing, merged
+from tests.support.runs import FCN, differing, merged
 
 ONE_CPU = StepLayout("single", (torch.device("cpu"),))
 
@@ -53,7 +53,8 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
 def test_loss_of_crops_between_strides_is_that_of_the_frame_cut(
     tiny: dict[str, Any], align_corners: bool, split: tuple[int, ...]
 ) -> None:
-    config = merged(tiny, data={"crop_px": [27, 35]}, train={"batch_size": 5}, loss={"align_corners": align_corners})
+    sections = {"data": {"crop_px": [27, 35]}, "train": {"batch_size": 5}, "loss": {"align_corners": align_corners}}
+    config = merged({**tiny, "model": FCN}, **sections)
     assembler = assembler_of(config)
     mode: Mode = "dp" if len(split) > 1 else "single"
     layout = StepLayout(mode, ONE_CPU.devices * len(split), SplitRequest(shares=split))
