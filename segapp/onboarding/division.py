@@ -17,7 +17,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 
 import numpy as np
@@ -257,7 +257,8 @@ def divided(
     test = [pair for pair in pairs if pair.split == "test"]
     rest = [pair for pair in pairs if pair.split != "test"]
     if folds is not None:
-        return _in_folds(rest or pairs, group, folds, seed, tiles_of(rest or pairs))
+        in_folds = _in_folds(rest or pairs, group, folds, seed, tiles_of(rest or pairs))
+        return replace(in_folds, lists={**in_folds.lists, **({"test": test} if test and rest else {})})
     has_options = share is not None or group is not None
     # Published test images serve for validation, unless the user asks for a share of the training images.
     if "train" in splits and ("val" in splits or (test and not has_options)):
@@ -347,7 +348,11 @@ def _published(pairs: Sequence[Pair], val_split: str, tiles_of: TilesOf) -> Divi
     """Return the division of the data set, with a warning if a patient or a recording is in both splits."""
     own = {split: [pair for pair in pairs if pair.split == split] for split in ("train", val_split)}
     train, val = own.values()
+    lists: dict[str, Sequence[Pair]] = {"train": train, "val": val}
     lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
+    if val_split != "test" and (test := [pair for pair in pairs if pair.split == "test"]):
+        lists["test"] = test
+        lines[0] += f"; {len(test)} test images are left for segapp eval"
     if val_split == "test":
         lines.append(
             "val_split: test - the best checkpoint is chosen on the test images, for lack of a val split; --val-share "
@@ -358,7 +363,7 @@ def _published(pairs: Sequence[Pair], val_split: str, tiles_of: TilesOf) -> Divi
         lines.append(f"warning: {both}")
     sides = ["train"] * len(train) + [val_split] * len(val)
     lines += touching_notes(tiles_of([*train, *val]), sides, val_split)
-    return Division(train, val, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
+    return Division(train, val, lists, is_new=False, lines=tuple(lines))
 
 
 def _in_folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int, tiles: Tiles) -> Division:

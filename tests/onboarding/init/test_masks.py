@@ -217,6 +217,28 @@ def test_validation_on_the_test_images_is_said_or_replaced(tmp_path: Path) -> No
     assert [line.split("\t")[0][-8:] for line in listed.splitlines()] == ["0008.jpg", "0009.jpg"]
 
 
+@pytest.mark.parametrize("folds", [None, 2])
+def test_test_images_next_to_others_are_left_for_evaluation(tmp_path: Path, folds: int | None) -> None:
+    """The lists of a config have them too, so `segapp eval --split test` finds them."""
+    splits = {"train": NAMES[:5], "val": NAMES[5:7], "test": NAMES[7:]}
+    for split, names in splits.items():
+        draw(tmp_path / "d", names, f"{split}-{{}}.jpg", f"{split}-{{}}_mask.png")
+    rows = [f"{split}-{name}.jpg,{split}-{name}_mask.png,{split}" for split, names in splits.items() for name in names]
+    (tmp_path / "d" / "all.csv").write_text("\n".join(["image,mask,split", *rows]))
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", folds=folds)
+    assert config.data.list_dir is not None
+    found = {
+        path.stem: [line.split("\t")[0][-8:-4] for line in path.read_text().splitlines()]
+        for path in Path(config.data.list_dir).iterdir()
+    }
+    assert found.pop("test") == NAMES[7:]
+    if folds is None:
+        assert found == {"train": NAMES[:5], "val": NAMES[5:7]}
+        assert "3 test images are left for segapp eval" in " ".join(result.lines)
+    else:
+        assert [sorted(found[f"fold{n}-train"] + found[f"fold{n}-val"]) for n in (0, 1)] == [NAMES[:7]] * 2
+
+
 def test_value_255_that_fills_half_of_the_masks_is_asked(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([255, 0, 1], [12, 10]))
     with pytest.raises(OpenQuestionError, match=r"value 255 is 65.6% of the pixels: unlabeled or a class"):
