@@ -69,7 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Coverage would miss the lines that the server has run. The name is that of `programs.fork_server_name`.
         config.option.testrunuid = uuid.uuid4().hex
         os.environ["SEGAPP_TEST_FORK_SERVER"] = f"segapp-fork-server-{config.option.testrunuid}"
-        forked = f"popen//python={shlex.quote(sys.executable)} -m tests.support.forked_worker"
+        worker = ROOT / "tests" / "support" / "forked_worker.py"
+        forked = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(str(worker))}"
         config.option.tx = [forked for _ in config.option.tx]
     if not set(re.findall(r"\w+", config.option.markexpr)) & set(LONG):
         words = [f"({config.option.markexpr})"] if config.option.markexpr else []
