@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 import time
 import uuid
@@ -23,6 +24,7 @@ import torch
 from tests.support import ROOT, fault_table
 from tests.support.disk import skip_syncs
 from tests.support.isolation import Places, Watch, users_places
+from tests.support.programs import connection_to
 
 # No deadline: an example may be slow on a busy machine. The same examples in every run: `explore` draws others.
 hypothesis.settings.register_profile("segapp", deadline=None, derandomize=True, max_examples=40)
@@ -57,6 +59,10 @@ DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of each file that takes more than two; `pytest --store-durations` writes them."""
 
 
+SERVER = pytest.StashKey[socket.socket]()
+"""The connection that keeps the fork server running between two workers."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--store-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
@@ -68,10 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "tx", None) and not config.pluginmanager.hasplugin("_cov"):
         # Coverage would miss the lines that the server has run. The name is that of `programs.fork_server_name`.
         config.option.testrunuid = uuid.uuid4().hex
-        os.environ["SEGAPP_TEST_FORK_SERVER"] = f"segapp-fork-server-{config.option.testrunuid}"
-        worker = ROOT / "tests" / "support" / "forked_worker.py"
-        forked = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(str(worker))}"
-        config.option.tx = [forked for _ in config.option.tx]
+        name = os.environ["SEGAPP_TEST_FORK_SERVER"] = f"segapp-fork-server-{config.option.testrunuid}"
+        config.stash[SERVER] = connection_to(name)
+        words = sys.executable, str(ROOT / "tests" / "support" / "forked_worker.py")
+        config.option.tx = [f"popen//python={shlex.join(words)}" for _ in config.option.tx]
     if not set(re.findall(r"\w+", config.option.markexpr)) & set(LONG):
         words = [f"({config.option.markexpr})"] if config.option.markexpr else []
         config.option.markexpr = " and ".join([*words, *(f"not {marker}" for marker in LONG)])

@@ -1,5 +1,6 @@
 """The request of a `segapp train` command: config, run folder, new or resumed, and its launcher. No torch here."""
 
+import contextlib
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from segapp.config.trust import TRACKERS, name_trackers, named_code
 from segapp.custom.sources import Sources, kept_sources
 from segapp.errors import ConfigError, DistributedError, SegappError
 from segapp.run.checkpoints import CheckpointFolder
-from segapp.run.folder import RunFolder, find_run, is_run, is_sweep, run_folders
+from segapp.run.folder import RunFolder, find_run, is_run, is_sweep, run_folders, run_of_file
 from segapp.run.words import printable, say
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
@@ -96,10 +97,10 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
                 path=run,
             )
         return _resumed(folder, config, overrides)
-    owner = path.resolve().parent.parent
     # A checkpoint continues its own run; with --run it begins another one.
-    if run is None and is_run(owner):
-        return _resumed(RunFolder(owner), config, overrides, checkpoint=path)
+    owner = run_of_file(path.resolve())
+    if run is None and owner is not None and path.resolve().is_relative_to(owner.checkpoints):
+        return _resumed(owner, config, overrides, checkpoint=path)
     return TrainRequest(load_runnable(named_config(config, overrides), overrides), run=run, checkpoint=path)
 
 
@@ -149,11 +150,20 @@ def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
     """Return the newest run with a name (or with any) that has a checkpoint; otherwise the newest that has begun."""
     if run is not None:
         return RunFolder(run) if is_run(run) else None
-    # The second run of a name is NAME-2.
-    pattern = re.compile(r".*" if name is None else re.escape(name) + r"(-\d+)?")
-    runs = [each for each in run_folders() if pattern.fullmatch(each.path.name) and not each.is_failed_start()]
+    runs = [each for each in run_folders() if _has_name(each, name) and not each.is_failed_start()]
     saved = (each for each in runs if not CheckpointFolder(each.checkpoints).is_untouched())
     return next(saved, runs[0] if runs else None)
+
+
+def _has_name(folder: RunFolder, name: str | None) -> bool:
+    if name is None or folder.path.name == name:
+        return True
+    # The second run of a name is NAME-2, and another config may be named so.
+    with contextlib.suppress(ConfigError):
+        return bool(re.fullmatch(re.escape(name) + r"-\d+", folder.path.name)) and (
+            load_config(folder.config_yaml).name == name
+        )
+    return False
 
 
 def open_folder(request: TrainRequest) -> RunFolder:

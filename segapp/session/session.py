@@ -312,11 +312,12 @@ def _reported(
 def _fit(trainer: Trainer) -> str | None:
     """Train until the end that the config asks for, and return the reason; None if the run has reached it before."""
     is_main = trainer.ranks.is_main
-    if trainer.progress.is_complete:
+    if (reason := trainer.end_reason) is not None:
         if is_main:
             trainer.answer_commands("the run is complete", is_finished=True)
             key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
-            say(f"already complete: {trainer.length}; raise {key} to train on")
+            key = key if trainer.progress.is_complete else "train.early_stop"
+            say(f"already complete: {reason}; raise {key} to train on")
         return None
     trainer.liveness.is_saved = True
     if is_main:
@@ -439,7 +440,7 @@ def _prepare_events(
             event_log.emit(Alert(kind="parts", message=message, step=checkpoint.step))
         saved, num_batches = checkpoint.state["config"]["train"], len(trainer.train_loader)
         note = changed_length_note(saved, config, num_batches, checkpoint.step, trainer.lr_factor)
-        if note is not None and not (trainer.progress.is_complete or trainer.facts.is_trial):
+        if note is not None and not (trainer.end_reason is not None or trainer.facts.is_trial):
             event_log.emit(Alert(kind="schedule", message=note, step=checkpoint.step))
     is_divided = context.ranks.world_size > 1 or len(trainer.facts.start.devices) > 1 or config.train.accumulate > 1
     if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):
@@ -457,7 +458,9 @@ def _prepare_events(
             event_log.emit(Alert(kind="trackers", message=message))
         log = config.log.model_copy(update=dict.fromkeys(unnamed))
         config = config.model_copy(update={"log": log})
-        event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.start.classes, at_step))
+        if trainer.end_reason is None:  # else they would note that the run has failed
+            best = trainer.progress.best.value
+            event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.start.classes, at_step, best))
 
 
 def _versions() -> dict[str, str]:

@@ -40,12 +40,15 @@ class Tracker(Protocol):
 class TrackerListener:
     """Sends events to a tracker."""
 
-    def __init__(self, name: str, tracker: Tracker, classes: Sequence[str], monitor: str = "miou") -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, classes: Sequence[str], monitor: str = "miou", best: float | None = None
+    ) -> None:
         self.name, self.classes, self._monitor = name, list(classes), score_named(monitor)
         self._tracker: Tracker | None = tracker
         self._step = 0
         self._status = "failed"
-        self._best: dict[str, float] = {}
+        sign = 1 if self._monitor.larger_is_better else -1
+        self._best = {} if best is None else {f"best_{monitor}": sign * best}
 
     def handle(self, event: Event) -> None:
         match event:
@@ -220,9 +223,9 @@ def _name_of_mlflow(tag: str) -> str:
 
 
 def make_trackers(
-    config: RunConfig, folder: RunFolder, classes: Sequence[str], step: int | None
+    config: RunConfig, folder: RunFolder, classes: Sequence[str], step: int | None, best: float | None = None
 ) -> list[TrackerListener]:
-    """Return the trackers in the config.
+    """Return the trackers in the config; `best` is the best value before a resume, of which larger is better.
 
     Raises:
         ConfigError: A tracker's package is not installed, or the tracker cannot be opened.
@@ -244,7 +247,7 @@ def make_trackers(
             raise ConfigError(
                 f"log.{name} cannot be used: {printable(what)[:300]}: correct it, or set log.{name}: {_OFF[name]}"
             ) from None
-        listeners.append(TrackerListener(name, tracker, classes, config.checkpoint.monitor))
+        listeners.append(TrackerListener(name, tracker, classes, config.checkpoint.monitor, best))
 
     if log.tensorboard:
         purge = None if step is None else step + 1

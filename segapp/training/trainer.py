@@ -61,6 +61,7 @@ class SafePoint:
         self._liveness = liveness
         self._has_overdue_save = False
         self._asked_at_step: int | None = None
+        self._num_asked = 0
         self._calls_per_poll = 1
         self._calls, self._polled_s = 0, time.monotonic()
 
@@ -111,6 +112,7 @@ class SafePoint:
             requests.wants_checkpoint = False
             self._saver.begin_asked(self._progress.position)
             self._asked_at_step = self._progress.position.step
+            self._num_asked = self._controller.num_open("checkpoint")
         elif self._has_overdue_save:
             self._saver.begin()
         self._has_overdue_save = False
@@ -121,7 +123,9 @@ class SafePoint:
             if is_done:
                 done = f"checkpoints/last.pt at step {self._asked_at_step}"
                 status: FinalStatus = "rejected" if problem else "applied"
-                self._controller.answer_all("checkpoint", status, problem or done, self._asked_at_step)
+                # Commands that came after its begin wait for the next save.
+                answered = problem or done, self._asked_at_step, self._num_asked
+                self._controller.answer_all("checkpoint", status, *answered)
                 self._asked_at_step = None
 
     def _pace(self) -> None:
@@ -134,9 +138,10 @@ class SafePoint:
         self._calls = 0
 
     def _pause(self) -> None:
-        self._controller.answer_all("pause", "applied", None, self._progress.position.step)
         with self._liveness.during("paused"):
             while self._controller.requests.is_paused:
+                # A poll may bring a resume and another pause.
+                self._controller.answer_all("pause", "applied", None, self._progress.position.step)
                 time.sleep(PAUSE_POLL_S)
                 self.check(before="resume")
 
@@ -197,6 +202,13 @@ class Trainer:
         timetable = self.settings.timetable
         return f"{timetable.epochs} epochs" if timetable.total_steps is None else f"{timetable.total_steps} steps"
 
+    @property
+    def end_reason(self) -> str | None:
+        """Why no step is left; None if the training continues."""
+        if self._is_early_stop:
+            return f"no better {self.settings.monitor} for {self.settings.early_stop} evaluations"
+        return self.length if self.progress.is_complete else None
+
     def fit(self) -> str:
         """Train to the last epoch or step, or to an early stop; return the reason why training ended.
 
@@ -207,16 +219,12 @@ class Trainer:
         self.liveness.training = self.progress, self.saver
         self.reporter.run_start(self.facts, self.progress.resumed_from_step)
         self.liveness.mark(IDLE)
-        reason = self.length
         with self._saved_on_failure():
-            while not self.progress.is_complete:
+            while (reason := self.end_reason) is None:
                 self.train_epoch()
                 self._evaluate_and_save()
-                if self._is_early_stop:
-                    reason = f"no better {self.settings.monitor} for {self.settings.early_stop} evaluations"
-                    break
                 # The epoch is not over after an evaluation within it.
-                is_between = self.position.batch == 0 and not self.progress.is_complete
+                is_between = self.position.batch == 0 and self.end_reason is None
                 if self.controller.requests.stop is not None and is_between:
                     raise StopRequest("asked to stop after the epoch")
         self.saver.finish(self.position, is_required=True, waits_for_space=True)

@@ -15,7 +15,7 @@ import yaml
 
 from segapp import failpoints
 from segapp.config import RunConfig
-from segapp.errors import CheckpointError, DataError
+from segapp.errors import CheckpointError, ConfigError, DataError
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest, open_folder, plan_request
 from segapp.session.session import run_session
@@ -161,8 +161,15 @@ def test_plain_resume_takes_the_newest_run_with_a_checkpoint(reference: tuple[Ru
     for name in ("tiny-4", "tiny-3"):  # killed before the first checkpoint; failed before the first step
         shutil.rmtree(f"runs/{name}/checkpoints")
     Path("runs/tiny-3/events.jsonl").write_text('{"type":"run_end","status":"failed"}\n')
+    shutil.copytree("runs/tiny-2", "runs/tiny-512")
+    (run_512 := Path("runs/tiny-512/config.yaml")).write_text(
+        run_512.read_text().replace("name: tiny", "name: tiny-512")
+    )
+    os.utime("runs/tiny-512/lock", (3e9, 3e9))
     request = plan_request("tiny.yaml", [], None, "auto")
     assert (request.folder and request.folder.name, request.note) == ("tiny-2", "resuming runs/tiny-2")
+    assert plan_request(None, [], None, "auto").folder.path == Path("runs/tiny-512")
+    shutil.rmtree("runs/tiny-512")
     assert plan_request(None, [], None, "auto").folder.path == Path("runs/other")
     for name in ("tiny-2", "tiny"):
         shutil.rmtree(f"runs/{name}")
@@ -171,6 +178,44 @@ def test_plain_resume_takes_the_newest_run_with_a_checkpoint(reference: tuple[Ru
     assert killed.name == "tiny-4", "it begins anew there"
     shutil.rmtree("runs/tiny-4")
     assert plan_request("tiny.yaml", [], None, "auto").note == "nothing to resume yet: a new training begins"
+
+
+def test_any_file_of_a_run_s_checkpoints_continues_it(reference: tuple[RunConfig, Path]) -> None:
+    _, finished = reference
+    (file, *_) = sorted((finished / "checkpoints" / "objects").iterdir())
+    for path in (file, finished / "checkpoints" / "best.pt"):
+        request = plan_request(None, [], None, str(path))
+        assert request.folder is not None
+        assert (request.folder.path, request.checkpoint) == (finished.resolve(), path)
+    shutil.copy(file, copy := finished / "copy.pt")
+    with pytest.raises(ConfigError, match="--config FILE is missing"):
+        plan_request(None, [], None, str(copy))
+    copy.unlink()
+
+
+def test_run_that_ended_early_is_complete(base: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """Until it may wait for more evaluations."""
+    config = merged(base, optim={"lr": 1e-12}, train={"epochs": 9, "early_stop": 2}, schedule={"name": "constant"})
+    assert train(config, tmp_path / "run") == 0
+    epochs = [event["epoch"] for event in events(tmp_path / "run", "val")]
+    assert len(epochs) < 9
+    before = len(events(tmp_path / "run", "step"))
+    capsys.readouterr()
+    assert resume(config, tmp_path / "run") == 0
+    said = (
+        f"already complete: no better {config.checkpoint.monitor} for 2 evaluations; raise train.early_stop to train on"
+    )
+    assert said in capsys.readouterr().out
+    assert [event["epoch"] for event in events(tmp_path / "run", "val")] == epochs
+    assert len(events(tmp_path / "run", "step")) == before
+    assert (
+        resume(
+            merged(base, **{**config.model_dump(), "train": {**config.model_dump()["train"], "early_stop": 3}}),
+            tmp_path / "run",
+        )
+        == 0
+    )
+    assert len(events(tmp_path / "run", "val")) > len(epochs)
 
 
 def test_new_run_says_whose_name_is_taken(

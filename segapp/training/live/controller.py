@@ -106,7 +106,8 @@ class CommandController:
 
     def _handle_stop(self, received: ReceivedCommand, command: StopCommand, position: TrainingPosition) -> None:
         if command.when == "now":
-            self.answer_all("stop", "cancelled", f"superseded by {received.id}: stop", position.step)
+            if self.requests.stop == "epoch":  # a second `stop` waits with the first
+                self.answer_all("stop", "cancelled", f"superseded by {received.id}: stop", position.step)
             self.requests.stop = "now"
         else:
             self.requests.stop = self.requests.stop or "epoch"
@@ -184,9 +185,15 @@ class CommandController:
                 at = step if effect.step is None else effect.step
                 self.inbox.answer(effect.change.received, effect.status, effect.reason, at, values)
 
-    def answer_all(self, kind: str, status: FinalStatus, reason: str | None, step: int) -> None:
-        """Answer every open command of a kind: pause, checkpoint or stop."""
-        waiting, self._open[kind] = self._open[kind], []
+    def num_open(self, kind: str) -> int:
+        return len(self._open[kind])
+
+    def answer_all(
+        self, kind: str, status: FinalStatus, reason: str | None, step: int, first: int | None = None
+    ) -> None:
+        """Answer the open commands of a kind, pause, checkpoint or stop: all, or the `first` ones."""
+        waiting = self._open[kind][:first]
+        self._open[kind] = self._open[kind][len(waiting) :]
         for received in waiting:
             self.inbox.answer(received, status, reason, step)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from segapp.parallel.distributed import Ranks
+from segapp.run.commands import parse_command, send_command
 from segapp.training import trainer as safe_point
 from segapp.training.trainer import SafePoint
+from tests.training.live.test_controller import MIDDLE, ControllerHarness
 
 
 class Clock:
@@ -38,16 +41,18 @@ class CountedRanks(Ranks):
         return value
 
 
-def safe_point_of(ranks: Ranks, requests: Any, take: Any, during: Any = None) -> SafePoint:
-    controller: Any = types.SimpleNamespace(
+def safe_point_of(
+    ranks: Ranks, requests: Any, take: Any, during: Any = None, controller: Any = None, saver: Any = None
+) -> SafePoint:
+    controller = controller or types.SimpleNamespace(
         requests=requests, inbox=types.SimpleNamespace(take=take), answer_all=lambda *_: None
     )
     context: Any = types.SimpleNamespace(
         ranks=ranks,
         signals=types.SimpleNamespace(is_set=False, take_checkpoint_request=lambda: False),
     )
-    saver: Any = types.SimpleNamespace(is_overdue=lambda: False)
-    progress: Any = types.SimpleNamespace(position=types.SimpleNamespace(step=3))
+    saver = saver or types.SimpleNamespace(is_overdue=lambda: False)
+    progress: Any = types.SimpleNamespace(position=types.SimpleNamespace(step=3), command_position=lambda: MIDDLE)
     liveness: Any = types.SimpleNamespace(report_progress=lambda: None, during=during)
     return SafePoint(context, controller, saver, progress, liveness)
 
@@ -92,3 +97,31 @@ def test_long_pause_is_one_activity_and_skips_no_poll(monkeypatch: pytest.Monkey
 
     safe_point_of(Ranks(), requests, take, during).check()
     assert (activities, polls) == (["paused"], [False, True, True, True, True])
+
+
+def test_pause_that_comes_with_a_resume_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, sent = ControllerHarness(tmp_path / "run"), list[str]()
+    send = lambda text: sent.append(send_command(harness.folder.path, parse_command(text)))  # noqa: E731
+    due = iter([("resume", "pause"), (), ("resume",)])
+    monkeypatch.setattr(safe_point.time, "sleep", lambda _: [send(text) for text in next(due)])
+    send("pause")
+    safe_point_of(Ranks(), None, None, lambda _: contextlib.nullcontext(), harness.controller).check()
+    assert [harness.answers(each) for each in sent] == [["applied"]] * 4
+
+
+def test_checkpoint_asked_during_a_save_waits_for_the_next(tmp_path: Path) -> None:
+    """It came between two micro-batches, after the state of the first save was taken."""
+    harness, begun, outcomes = ControllerHarness(tmp_path / "run"), list[int](), [(False, None)]
+    saver = types.SimpleNamespace(
+        is_overdue=lambda: False, begin_asked=lambda at: begun.append(at.step), outcome=lambda: outcomes[-1]
+    )
+    point = safe_point_of(Ranks(), None, None, None, harness.controller, saver)
+    first = send_command(harness.folder.path, parse_command("checkpoint"))
+    point.check("epoch")
+    second = harness.send("checkpoint")
+    outcomes.append((True, "disk full"))
+    point.check("epoch")
+    assert (harness.answers(first), harness.answers(second)) == (["rejected"], [])
+    outcomes.append((True, None))
+    point.check("epoch")
+    assert (len(begun), harness.answers(second)) == (2, ["applied"])

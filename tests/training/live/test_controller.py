@@ -271,6 +271,12 @@ def test_resume_cancels_pending_pause_and_stop_a_later_stop(harness: ControllerH
     assert harness.answers(now) == ["applied"]
 
 
+def test_second_stop_waits_with_the_first(harness: ControllerHarness) -> None:
+    at_epoch, first, second = (harness.send(text) for text in ("stop epoch", "stop", "stop"))
+    harness.controller.answer_at_end(MIDDLE, "stopped", is_finished=False)
+    assert [harness.answers(each)[-1] for each in (at_epoch, first, second)] == ["cancelled", "applied", "applied"]
+
+
 def test_pending_settings_survive_a_stop_and_others_are_answered(harness: ControllerHarness) -> None:
     command_id = harness.send("set gpu0_bsz=3")
     unread = send_command(harness.folder.path, parse_command("pause"))
