@@ -377,7 +377,7 @@ class Trainer:
         is_frozen = last_frozen is not None and bool(self.engine.model.frozen_parameters)
         is_unfreezing = last_frozen is not None and is_frozen and self.position.epoch > last_frozen
         self.controller.add_automatic_changes(self.position.step, is_frozen=is_frozen)
-        requested = self.ranks.from_main(self.controller.requests.settings or self.live)
+        requested = self.ranks.from_main(self.controller.record.requested)
         if (requested.split, requested.recompute) != (self.live.split, self.live.recompute):
             if self.saver.is_affordable():
                 self.saver.begin_asked(self.position)

@@ -120,7 +120,7 @@ class TrainedRun:
 
     def begin_epoch(self) -> None:
         self.controller.add_automatic_changes(self.epoch)
-        self.controller.apply(self.controller.requests.settings or self.controller.settings, self.position)
+        self.controller.apply(self.controller.record.requested, self.position)
         self.memory.reset_observed()
 
     def train_epoch(self, *, is_full: bool = True) -> None:

@@ -29,8 +29,6 @@ class PendingRequests:
     is_paused: bool = False
     stop: Literal["now", "epoch"] | None = None
     wants_checkpoint: bool = False
-    settings: LiveSettings | None = None
-    """From the next epoch on; None: unchanged."""
 
 
 class CommandController:
@@ -175,7 +173,6 @@ class CommandController:
     def _become(self, record: ChangeRecord, effects: Effects, *, step: int) -> None:
         """Take over a record of changes, and carry out the effects on inbox and events."""
         self.record = record
-        self.requests.settings = record.requested if record.waiting else None
         for effect in effects:
             if isinstance(effect, Gpu0Bsz):
                 self._event_log.emit(effect.model_copy(update={"checker": self.split_checker().to_json()}))
@@ -259,7 +256,6 @@ class CommandController:
         if settings.num_pieces > self.settings.num_pieces:
             self.batch_split.clear_peaks()
         self.record = replace(self.record, settings=settings)
-        self.requests.settings = self.record.requested if self.record.waiting else None
 
     def take_due_fallbacks(self, step: int) -> LiveSettings:
         """Return the settings with the fallbacks of a replay that hold after `step` updates."""

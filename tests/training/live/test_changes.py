@@ -192,7 +192,7 @@ class LiveRun(RuleBasedStateMachine):
     def train_epoch(self, num_steps: int, is_full: bool) -> None:
         self.epoch += 1
         self.controller.add_automatic_changes(self.reference.step)
-        self.controller.apply(self.controller.requests.settings or self.controller.settings, self.position)
+        self.controller.apply(self.controller.record.requested, self.position)
         self.reference.begin_epoch()
         for _ in range(num_steps):
             self.reference.make_step(is_full=is_full)
@@ -233,7 +233,7 @@ class LiveRun(RuleBasedStateMachine):
         self.split.load_state_dict(self.saved["live"]["splits"])
         for step in range(self.saved_step, self.reference.step + 1):
             self.controller.add_automatic_changes(step)
-            self.controller.apply(self.controller.requests.settings or self.controller.settings, self.position)
+            self.controller.apply(self.controller.record.requested, self.position)
             self.controller.adopt(self.controller.take_due_fallbacks(step))
         self.controller.record = replace(self.controller.record, trial=None)  # of a replay: its 20 steps are over
         self.reference.ceiling = self.split.checker.ceiling or BATCH + 1

@@ -72,7 +72,7 @@ class ControllerHarness:
 
     def begin_epoch(self, step: int) -> None:
         self.controller.add_automatic_changes(step)
-        self.controller.apply(self.controller.requests.settings or self.controller.settings, MIDDLE)
+        self.controller.apply(self.controller.record.requested, MIDDLE)
 
     def answers(self, command_id: str) -> list[str]:
         return [event["status"] for event in events(self.folder.path, "command") if event["id"] == command_id]
@@ -89,7 +89,7 @@ def harness(tmp_path: Path) -> ControllerHarness:
 def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHarness) -> None:
     command_id = harness.send("set gpu0_bsz=2 lr_factor=0.5")
     assert harness.controller.settings == LiveSettings()
-    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
+    assert harness.controller.record.requested == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
     harness.send("set gpu0_bsz=0")
     harness.begin_epoch(20)
     assert harness.controller.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
@@ -204,7 +204,7 @@ def test_settings_of_two_requests_are_joined_and_told(harness: ControllerHarness
     first, second = harness.send("set gpu0_bsz=5 recompute=off"), harness.send("set lr_factor=0.5")
     third = harness.send("set shares=1,4,3")
     harness.send("set lr_factor=3 recompute=config")
-    assert harness.controller.requests.settings == LiveSettings(shares=[1, 4, 3], lr_factor=3)
+    assert harness.controller.record.requested == LiveSettings(shares=[1, 4, 3], lr_factor=3)
     assert [harness.answers(each)[-1] for each in (first, second, third)] == ["cancelled", "cancelled", "accepted"]
     cancelled = [event["id"] for event in seen(harness.folder.path, "gpu0_bsz") if event["status"] == "cancelled"]
     assert cancelled == [first], "once, although a later request takes the rest of the first"
@@ -225,13 +225,13 @@ def test_pending_auto_is_superseded_by_a_newer_request(
     monkeypatch.setattr(DeviceMemoryTracker, "usable_mib", lambda _: [1000.0] * 3)
     first, second = harness.send("set gpu0_bsz=auto"), harness.send("set gpu0_bsz=auto")
     assert (harness.answers(first), harness.answers(second)) == (["accepted", "cancelled"], ["accepted"])
-    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz_auto=True)
+    assert harness.controller.record.requested == LiveSettings(gpu0_bsz_auto=True)
     harness.begin_epoch(20)
     assert harness.last()["changes"] == {"gpu0_bsz_auto": True}
     harness.send("set gpu0_bsz=5")
     harness.send("set gpu0_bsz=2")  # the split in force, but no longer by auto
     assert harness.last()["status"] == "accepted"
-    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=2)
+    assert harness.controller.record.requested == LiveSettings(gpu0_bsz=2)
 
 
 def test_settings_are_rejected_in_the_last_epoch(harness: ControllerHarness) -> None:
@@ -246,11 +246,11 @@ def test_cancel_removes_one_or_all_pending_commands(harness: ControllerHarness) 
     first, stop, other_stop, last_stop, second = map(harness.send, texts)
     harness.send(f"cancel {first}")
     harness.send(f"cancel {stop}")
-    assert harness.controller.requests.settings == LiveSettings(lr_factor=0.1)
+    assert harness.controller.record.requested == LiveSettings(lr_factor=0.1)
     assert harness.controller.requests.stop == "epoch"
     third = harness.send("set gpu0_bsz=5")
     harness.send("cancel")
-    assert harness.controller.requests.settings is None
+    assert harness.controller.record.waiting == ()
     assert harness.controller.requests.stop is None
     for command_id in (first, second, third, stop, other_stop, last_stop):
         assert harness.answers(command_id) == ["accepted", "cancelled"]
@@ -269,6 +269,14 @@ def test_resume_cancels_pending_pause_and_stop_a_later_stop(harness: ControllerH
     assert harness.answers(later) == ["accepted", "cancelled"]
     harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
     assert harness.answers(now) == ["applied"]
+
+
+def test_waiting_setting_keeps_what_an_error_adopts(harness: ControllerHarness) -> None:
+    harness.send("set lr_factor=0.5")
+    harness.controller.adopt(harness.controller.settings.with_changes({"is_recomputed": True, "num_pieces": 2}))
+    harness.begin_epoch(20)
+    found = harness.controller.settings
+    assert (found.lr_factor, found.recompute, found.num_pieces) == (0.5, "all", 2)
 
 
 def test_second_stop_waits_with_the_first(harness: ControllerHarness) -> None:
@@ -455,7 +463,7 @@ def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
     assert harness.answers(waiting) == ["accepted", "applied"]
     assert [event["id"] for event in events(harness.folder.path)] == [waiting] * 2, "a replay is silent"
     harness.begin_epoch(40)
-    assert harness.controller.requests.settings is None, "it is applied once"
+    assert harness.controller.record.waiting == (), "it is applied once"
     assert harness.batch_split.current == (1, 3, 4)
     impossible = LiveSettings(shares=[4, 4], lr_factor=8)  # of a main rank that sees other devices
     harness.controller.apply(impossible, MIDDLE)
@@ -478,7 +486,7 @@ def test_auto_waits_for_replays_and_frozen_parameters(tmp_path: Path, monkeypatc
     split.apply(live)
     split.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
     controller.add_automatic_changes(10, is_frozen=True)
-    assert controller.requests.settings is None, "what is frozen now will need memory later"
+    assert controller.record.waiting == (), "what is frozen now will need memory later"
     harness.begin_epoch(20)
     assert (controller.settings.gpu0_bsz, controller.settings.lr_factor) == (6, 2.0)
     controller.adopt(controller.settings.with_changes({"num_pieces": 2}))
