@@ -145,7 +145,7 @@ def check_host_memory(config: RunConfig, num_images: int, eval_px: int, ranks: R
     machines = ranks.gather((machine_id(), total_bytes(), available_bytes()))
     num_ranks = Counter(machine for machine, *_ in machines)
     machine, total, free = min(machines, key=lambda each: (each[2] or math.inf) / num_ranks[each[0]])
-    images, (height, width) = max(1, num_images // ranks.world_size), config.data.crop_px
+    images, (height, width) = -(-num_images // ranks.world_size), config.data.crop_px
     workers = 0 if config.data.workers == "auto" else config.data.workers  # auto leaves room
     eval_bytes = config.eval.batch_size * eval_px * px_bytes(build_pixels(config.data), build_scheme(config.data))
     loaded = num_ranks[machine] * (ring_mib(config) * 2**20 / ranks.world_size + (1 + 2 * workers) * eval_bytes)

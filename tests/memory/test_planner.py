@@ -6,6 +6,8 @@ import pytest
 
 from segapp.chunks import SplitRequest
 from segapp.commands.plan import plan_lines
+from segapp.config import validate_config
+from segapp.errors import ConfigError
 from segapp.memory.peaks import (
     Line,
     PhaseLines,
@@ -23,6 +25,7 @@ from segapp.memory.plan import (
     SavedMemoryPlan,
     context_mib,
 )
+from segapp.planning.plan import _largest_batch
 from tests.support.device_lines import device_lines
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
@@ -201,6 +204,19 @@ def test_smallest_possible_batch_may_be_the_largest(smallest_chunk, total_mib, l
     memory, zero = PlannedPeaks("single", device_lines(backward=Line(100.0, 10.0))), OverheadEstimate((0.0,))
     found, row = Planner(memory, (GpuSpec(total_mib),), zero, smallest_chunk=smallest_chunk).largest_batch()
     assert (found, row.split) == (largest, (largest,))
+
+
+@pytest.mark.parametrize(("shares", "largest"), [(None, 24), ([1, 1, 3], 13), ([3, 1, 1], 14)])
+def test_automatic_batch_is_above_those_batchnorm_refuses(shares, largest):
+    """Of (10000 - 500) * 0.95 = 9025 MiB, device 0 has room for 8 samples, each other one too."""
+    config = validate_config({"name": "x", "data": {"format": "voc", "root": "x"}, "parallel": {"mode": "dp", "shares": shares}})
+    for gpus in (GPUS, (GpuSpec(2000.0),) * 3):
+        few = planner(gpus=gpus, smallest_chunk=2, tensor_frac=0.95)
+        if gpus is GPUS:
+            assert _largest_batch(config, few, 2, 4096) == largest
+        else:
+            with pytest.raises(ConfigError, match=r"auto: (6|8|9) images would not fit"):
+                _largest_batch(config, few, 2, 4096)
 
 
 def test_saved_plan_predicts_the_splits_it_has():

@@ -184,7 +184,20 @@ def test_step_events_are_dropped_first_from_a_full_queue(tmp_path, armed):
     raws = lines(path)
     assert [raw["type"] for raw in raws] == ["alert", "step", "command", "command", "alert"]
     assert raws[1]["step"] == 3, "an event that may be dropped does not replace an earlier one"
-    assert writer.num_dropped == 4
+    assert "; 4 events were dropped" in raws[-1]["message"]
+
+
+def test_each_full_disk_counts_its_own_dropped_events(tmp_path, armed):
+    path = tmp_path / "e.jsonl"
+    with EventWriter(path, max_pending=2) as writer:
+        for num_steps in (5, 4, 2):  # of which 3, 2 and none are dropped
+            armed("events.before_write=raise:ENOSPC")
+            for number in range(num_steps):
+                writer.write(step(number))
+            armed("")
+            assert writer.flush()
+    said = [raw["message"].split("; ")[1:] for raw in lines(path) if raw["type"] == "alert"]
+    assert said == [["3 events were dropped"], ["2 events were dropped"], []]
 
 
 def test_partial_line_of_a_full_disk_is_truncated(tmp_path):

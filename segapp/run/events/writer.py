@@ -43,7 +43,7 @@ class EventWriter:
         self.problem: str | None = None
         """Why events are waiting in memory; None if the last write succeeded."""
         self.num_dropped = 0
-        """Events dropped because too many were waiting."""
+        """Events dropped because too many were waiting, since the last alert about them."""
         self._max_pending = max_pending
         self._pending: deque[dict[str, Any]] = deque()
         self._retry_at_s = 0.0
@@ -84,7 +84,7 @@ class EventWriter:
     def flush(self) -> bool:
         """Write the waiting events in order, until one cannot be written; return True if all events are in the file."""
         with self._lock:
-            num_dropped, had_problem = self.num_dropped, self.problem
+            had_problem = self.problem
             while self._pending:
                 try:
                     self._write_line(self._pending[0])
@@ -96,11 +96,12 @@ class EventWriter:
                 self._pending.popleft()
             self.problem = None
             if had_problem is not None:
-                lost = f"; {num_dropped} events were dropped" if num_dropped else ""
+                lost = f"; {self.num_dropped} events were dropped" if self.num_dropped else ""
                 message = f"events could not be written for a while: {had_problem}{lost}"
                 with contextlib.suppress(OSError):
                     body = Alert(kind="storage", message=message).model_dump()
                     self._write_line({**body, "t": round(time.time(), 6)})
+                    self.num_dropped = 0
             return True
 
     def sync(self) -> None:

@@ -292,7 +292,9 @@ class OomPolicy:
         """Write a report as text; return its path in the run folder, None if that failed."""
         try:
             self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"oom_{1 + len(list(self._folder.glob('oom_*.txt'))):04}.txt"
+            name = "oom" if self._ranks.is_main else f"oom_rank_{self._ranks.rank}"
+            numbers = (int(path.stem[-4:]) for path in self._folder.glob(f"{name}_[0-9][0-9][0-9][0-9].txt"))
+            path = self._folder / f"{name}_{1 + max(numbers, default=0):04}.txt"
             write_atomic(path, "\n".join(report_lines(report)) + "\n")
         except OSError:
             logger.exception("report of an out-of-memory")

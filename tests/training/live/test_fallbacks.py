@@ -15,7 +15,7 @@ from segapp.config import LiveSettings
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.inference.sliding import Inference
-from segapp.run.events import CommandAnswer, EpochStart, EventLog, EventWriter, Gpu0Bsz, Settings
+from segapp.run.events import CommandAnswer, EpochStart, EventLog, EventWriter, Gpu0Bsz, Oom, Settings
 from segapp.run.folder import RunFolder
 from segapp.training.live.changes import Answered, Change, ChangeRecord, Replay
 from segapp.training.live.oom import OomPolicy, next_eval_fallback
@@ -134,6 +134,18 @@ def test_rank_keeps_the_fallbacks_of_its_earlier_starts(tmp_path: Path) -> None:
     for num_pieces in (2, 4, 8):
         OomPolicy._record(policy, Settings(step=5, reason="full", fallbacks={"num_pieces": num_pieces}))
     assert sorted(each.fallbacks["num_pieces"] for each in fallbacks_after(folder, 5)) == [2, 4, 8]
+
+
+def test_no_report_replaces_one_of_a_rank_or_after_a_gap(tmp_path: Path) -> None:
+    """Ranks may write at the same time, and a user may remove the first report."""
+    policies = [Mock(_folder=tmp_path, _ranks=Mock(is_main=rank == 0, rank=rank)) for rank in (0, 2, 11)]
+    report = Oom(device="cpu", index=0, phase="forward", step=5, action="it stops")
+    written = [[OomPolicy._write(policy, report) for policy in policies] for _ in range(2)]
+    names = [Path(path or "").name for path in (*written[0], *written[1])]
+    assert names[::3] == ["oom_0001.txt", "oom_0002.txt"]
+    assert len({*names}) == len(list(tmp_path.iterdir())) == 6
+    (tmp_path / names[0]).unlink()
+    assert Path(OomPolicy._write(policies[0], report) or "").name == "oom_0003.txt"
 
 
 def test_split_in_use_ends_as_applied_with_its_other_setting() -> None:
