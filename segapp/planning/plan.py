@@ -374,14 +374,17 @@ def _largest_batch(config: RunConfig, planner: Planner, least: int, most: int) -
         least = max(least, config.parallel.split.least_batch)
     allowed = range(least, most + 1)
 
-    def is_too_large(batch: int) -> bool:
-        return not any(row.fits for row in _possible_rows(with_batch(config, batch), planner))
+    def fits(batch: int) -> bool | None:
+        rows = _possible_rows(with_batch(config, batch), planner)
+        return any(row.fits for row in rows) if rows else None  # BatchNorm refuses some small batches
 
     # The memory grows with the batch.
-    count = bisect_left(allowed, True, key=is_too_large)
-    if not count:
-        raise _nothing_fits(planner, f"{allowed[0]} images" if allowed else "no allowed batch")
-    return allowed[count - 1]
+    count = bisect_left(allowed, True, key=lambda batch: fits(batch) is False)
+    largest = next(filter(fits, reversed(allowed[:count])), None)
+    if largest is None:
+        tried = next((f"{batch} images" for batch in allowed if fits(batch) is not None), "no allowed batch")
+        raise _nothing_fits(planner, tried)
+    return largest
 
 
 def _nothing_fits(planner: Planner, tried: str) -> ConfigError:

@@ -206,17 +206,27 @@ def test_smallest_possible_batch_may_be_the_largest(smallest_chunk, total_mib, l
     assert (found, row.split) == (largest, (largest,))
 
 
-@pytest.mark.parametrize(("shares", "largest"), [(None, 24), ([1, 1, 3], 13), ([3, 1, 1], 14)])
-def test_automatic_batch_is_above_those_batchnorm_refuses(shares, largest):
-    """Of (10000 - 500) * 0.95 = 9025 MiB, device 0 has room for 8 samples, each other one too."""
-    config = validate_config({"name": "x", "data": {"format": "voc", "root": "x"}, "parallel": {"mode": "dp", "shares": shares}})
-    for gpus in (GPUS, (GpuSpec(2000.0),) * 3):
-        few = planner(gpus=gpus, smallest_chunk=2, tensor_frac=0.95)
-        if gpus is GPUS:
-            assert _largest_batch(config, few, 2, 4096) == largest
-        else:
-            with pytest.raises(ConfigError, match=r"auto: (6|8|9) images would not fit"):
-                _largest_batch(config, few, 2, 4096)
+@pytest.mark.parametrize(
+    ("split", "others_mib", "largest"),
+    [
+        ({}, 10_000.0, 24),
+        ({}, 4_000.0, 6),
+        ({"gpu0_bsz": 5}, 10_000.0, 21),
+        ({"gpu0_bsz": 5}, 2_000.0, 5),  # 6 to 8 are refused, and 9 do not fit
+        ({"shares": [2, 4, 3]}, 10_000.0, 9),
+        ({}, 2_000.0, "6 images"),
+        ({"shares": [2, 4, 3]}, 2_000.0, "9 images"),
+    ],
+)
+def test_automatic_batch_is_above_those_batchnorm_refuses(split, others_mib, largest):
+    """In (10000 - 500) * 0.95 = 9025 MiB, each device has room for 8 samples."""
+    config = validate_config({"name": "x", "data": {"format": "voc", "root": "x"}, "parallel": {"mode": "dp", **split}})
+    few = planner(gpus=(GPUS[0], *[GpuSpec(others_mib)] * 2), smallest_chunk=2)
+    if isinstance(largest, int):
+        assert _largest_batch(config, few, 2, 4096) == largest
+    else:
+        with pytest.raises(ConfigError, match=f"auto: {largest} would not fit 10000, 2000, 2000 MiB"):
+            _largest_batch(config, few, 2, 4096)
 
 
 def test_saved_plan_predicts_the_splits_it_has():
