@@ -265,6 +265,7 @@ class Trainer:
             return
         if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
             self._begin_epoch()
+        self.controller.restart_peaks()  # without the peaks of an evaluation
         self.engine.network.module.train()
         at = self.position
         batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=self.progress.epochs)
@@ -383,7 +384,6 @@ class Trainer:
                 self.saver.begin_asked(self.position)
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
         self.controller.apply(requested, self.progress.command_position())
-        self.device_memory.reset_observed()
         if is_unfreezing:
             self.controller.batch_split.clear_peaks()  # they lack gradients and optimizer state of frozen parameters
             self.engine.unfreeze()

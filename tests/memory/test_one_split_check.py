@@ -121,7 +121,7 @@ class TrainedRun:
     def begin_epoch(self) -> None:
         self.controller.add_automatic_changes(self.epoch)
         self.controller.apply(self.controller.record.requested, self.position)
-        self.memory.reset_observed()
+        self.controller.restart_peaks()
 
     def train_epoch(self, *, is_full: bool = True) -> None:
         """An epoch as the trainer makes it, with one step."""

@@ -68,6 +68,21 @@ def test_bad_start_reaches_best_split_within_three_epochs(tiny, tmp_path):
     assert_answered_once(folder)
 
 
+def test_evaluation_within_an_epoch_raises_no_peak_of_training(tiny, tmp_path):
+    observed = []
+    for every_steps in (1, 50):
+        config = merged(
+            on_budgets(tiny, 1, 900.0, gpu0_bsz=0).model_dump(mode="json"),
+            data={"crop_px": [32, 32]},
+            train={"batch_size": 4},
+            eval={"every_steps": every_steps, "batch_size": 4},
+        )
+        assert train(config, tmp_path / str(every_steps)) == 0
+        ((_, peaks),) = state_of(tmp_path / str(every_steps))["live"]["splits"]["observed"]
+        observed.append(peaks)
+    assert observed[0] == pytest.approx(observed[1], rel=0.1)
+
+
 def state_of(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
     return state

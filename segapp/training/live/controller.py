@@ -254,7 +254,7 @@ class CommandController:
         """Let settings hold from the next step on, without a command."""
         self._change_blocks(settings)
         if settings.num_pieces > self.settings.num_pieces:
-            self.batch_split.clear_peaks()
+            self._discard_peaks()
         self.record = replace(self.record, settings=settings)
 
     def take_due_fallbacks(self, step: int) -> LiveSettings:
@@ -265,7 +265,16 @@ class CommandController:
 
     def _change_blocks(self, settings: LiveSettings) -> None:
         if self.blocks.change(self.settings.recompute, settings.recompute):
-            self.batch_split.clear_peaks()
+            self._discard_peaks()
+
+    def _discard_peaks(self) -> None:
+        self.batch_split.clear_peaks()
+        self.restart_peaks()
+
+    def restart_peaks(self) -> None:
+        """Measure the peaks of the steps from now on, without what was done before."""
+        self._device_memory.reset_observed()
+        self._has_full_batch = False
 
     @property
     def recomputed(self) -> tuple[tuple[str, ...], ...]:
@@ -292,7 +301,6 @@ class CommandController:
         """Record the peaks of the epoch's training under its split, before the evaluation raises them."""
         if self._has_full_batch and self.batch_split.current is not None:
             self._record_peaks(self.batch_split.current)
-        self._has_full_batch = False
 
     def measured_mib(self) -> list[float | None] | None:
         """Record the peaks of this epoch's training so far, as known on this rank.
@@ -325,5 +333,6 @@ class CommandController:
         record, effects, done = reverted
         self.batch_split.record_failure(failed, trial.old_split)
         self.batch_split.apply(record.settings)
+        self.restart_peaks()
         self._become(record, effects, step=step)
         return done

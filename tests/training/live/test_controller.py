@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -18,7 +19,7 @@ from torch import nn
 from segapp import failpoints
 from segapp.config import LiveSettings, RunConfig
 from segapp.errors import RunError
-from segapp.memory.counters import DeviceMemoryTracker
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemoryCounters
 from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventLog, EventWriter
@@ -51,7 +52,7 @@ FRESH = Start(ChangeRecord(LiveSettings()), LiveSettings())
 class ControllerHarness:
     """A controller with a real inbox, without a training."""
 
-    def __init__(self, path: Path, start: Start = FRESH) -> None:
+    def __init__(self, path: Path, start: Start = FRESH, counters: Sequence[MemoryCounters] = ()) -> None:
         self.folder = RunFolder.create(path=path)
         self.writer = EventWriter(self.folder.events)
         event_log = EventLog(self.writer)
@@ -60,7 +61,9 @@ class ControllerHarness:
             Inbox(self.folder, event_log),
             event_log,
             self.batch_split,
-            DeviceMemoryTracker([]),
+            DeviceMemoryTracker(
+                [DeviceInfo(f"cuda:{i}", uuid=str(i)) for i in range(len(counters))], counters=counters
+            ),
             start,
             blocks=RecomputableBlocks(nn.Linear(1, 1)),
         )
@@ -130,6 +133,37 @@ def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, 
         assert harness.batch_split.current == before == (2, 3, 3)
         assert events(harness.folder.path, "gpu0_bsz")[-1]["status"] == "reverted"
         assert controller.revert_split("no memory", 37) is None, "the split before is not on trial"
+
+
+def test_peaks_of_failed_steps_are_not_of_those_after_them(tmp_path: Path) -> None:
+    """After a split was reverted, blocks are recomputed, or micro-batches are cut, in the middle of an epoch."""
+    peaks = [0.0] * 3
+    counters: Any = [Mock(pop_peak_mib=Mock(side_effect=lambda i=i: peaks[i])) for i in range(3)]
+    harness = ControllerHarness(tmp_path / "run", counters=counters)
+    controller = harness.controller
+    controller.blocks = Mock(change=lambda old, new: old != new)
+
+    def measured_after_step(split: Sequence[int], *peaks_mib: float) -> list[float | None] | None:
+        peaks[:] = peaks_mib
+        controller.after_step(split, 8, 16)
+        found = controller.measured_mib()
+        peaks[:] = 0.0, 0.0, 0.0
+        return found
+
+    harness.send("set gpu0_bsz=6")
+    harness.begin_epoch(15)
+    assert measured_after_step((6, 1, 1), 950.0, 250.0, 260.0) == [950.0, 250.0, 260.0]
+    assert controller.revert_split("no memory", 16)
+    assert controller.measured_mib() is None
+    assert measured_after_step((2, 3, 3), 300.0, 400.0, 410.0) == [300.0, 400.0, 410.0]
+    for number, changes in enumerate(({"is_recomputed": True}, {"num_pieces": 2}), start=1):
+        controller.adopt(controller.settings.with_changes(changes))
+        assert controller.measured_mib() is None
+        lower = [300.0 - number, 400.0 - number, 410.0 - number]
+        assert measured_after_step((2, 3, 3), *lower) == lower
+    controller.after_epoch()
+    measured = harness.batch_split.checker.peaks.measured
+    assert measured == {(2, 3, 3): (298.0, 398.0, 408.0)}, "the peaks of the failed split had kept activations too"
 
 
 def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> None:
