@@ -143,6 +143,7 @@ RUN_COMMANDS = f"""
 """
 
 
+@pytest.mark.slow
 def test_evaluation_loads_only_the_library_of_the_model(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Nor does it load the library of augmentation; timm imports torchvision itself."""
     models = {

@@ -325,6 +325,7 @@ def test_folder_that_others_could_write_is_taken_from_them(run):
 
 
 @root_only
+@pytest.mark.slow
 def test_another_user_uses_a_run_and_changes_nothing(place):
     own, other = place / "own", place / "other"
     for folder, uid in ((own, 0), (other, NOBODY)):
