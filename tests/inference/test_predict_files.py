@@ -16,6 +16,7 @@ import cv2
 import hypothesis
 import numpy as np
 import pytest
+import tifffile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,6 +195,22 @@ def test_batch_of_mixed_sizes_gives_each_image_its_prediction(
     for number, size in enumerate(sizes):
         labels = Blur().labels(photo(*size, seed=number)[None])[0]
         assert np.array_equal(read(tmp_path / "out" / "labels" / f"{number}.png"), np.array([4, 9, 7])[labels])
+
+
+def test_classes_with_similar_names_have_their_own_masks(tmp_path: Path) -> None:
+    class Bits(Blur):
+        def labels(self, images: np.ndarray) -> np.ndarray:
+            return (1 << super().labels(images)).astype(np.uint8)
+
+    scheme = replace(SCHEME, names=("sea ice", "sea_ice_2", "sea_ice"), multilabel="bits")
+    predictor, image = Bits(), photo(40, 60)
+    predictor.scheme, predictor.threshold = scheme, 0.5
+    cv2.imwrite(str(tmp_path / "a.png"), image[..., ::-1])
+    plan = OutputPlan(tmp_path, scheme, ("labels",))
+    predict_files(predictor, find_images([tmp_path / "a.png"])[0], plan, workspace=Workspace(10**9))
+    expected = Blur().labels(image[None])[0]
+    for number, folder in enumerate(("sea_ice", "sea_ice_2", "sea_ice_2_2")):
+        np.testing.assert_array_equal(read(tmp_path / "labels" / folder / "a.png"), 255 * (expected == number))
 
 
 def test_exif_is_applied_and_overlay_keeps_colour_profile(tmp_path: Path) -> None:
@@ -413,6 +430,33 @@ def test_confidence_without_data_is_0_and_other_is_not(power: int, nodata: int |
         areas[one["category_id"] - 1] += one["area"]
     labels = expected.argmax(0)[~hidden]
     assert areas == Counter(labels.tolist())
+
+
+@geo
+@pytest.mark.parametrize("large_px", [10**9, 1], ids=["in memory", "in windows"])
+def test_tiffs_of_one_size_share_a_batch(large_px: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", large_px)
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        tifffile.imwrite(tmp_path / "in" / f"{number}.tif", photo(20, 30, seed=number), photometric="rgb")
+    predictor = Blur()
+    assert predict(tmp_path / "in", tmp_path / "out", ["labels"], predictor, batch=2).problems == []
+    assert [shape[0] for shape in predictor.asked] == [2, 1]
+    for number in range(3):
+        found = read(tmp_path / "out" / "labels" / f"{number}.png")
+        assert np.array_equal(found, Blur().labels(photo(20, 30, seed=number)[None])[0])
+
+
+@geo
+def test_nodata_of_a_turned_tiff_is_in_its_results(tmp_path: Path) -> None:
+    image = photo(40, 60).clip(1)
+    image[5:20, 30:50] = 0
+    tags = [(274, "H", 1, 6, True), (42113, "s", 0, "0", True)]  # to be turned clockwise; 0 is nodata
+    tifffile.imwrite(tmp_path / "a.tif", image, photometric="rgb", extratags=tags)
+    predict(tmp_path / "a.tif", tmp_path, ["labels"])
+    hidden = np.rot90(image, -1).max(-1) == 0
+    expected = Blur().labels(np.where(hidden[..., None], 128, np.rot90(image, -1)).astype(np.uint8)[None])[0]
+    np.testing.assert_array_equal(read(tmp_path / "labels" / "a.tif"), np.where(hidden, 255, expected))
 
 
 @geo

@@ -321,9 +321,13 @@ def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
         elif kind == "color":
             yield _PictureFile(folder, picture, lambda strip: colorize(strip.labels, scheme), channels=3)
         elif scheme.multilabel is not None:  # one mask per class: 255 for pixels that have it
+            taken: list[Path] = []
             for number, name in enumerate(scheme.names):
-                name = re.sub(r"[^\w.-]", "_", name).lstrip(".") or str(number)
-                yield _PictureFile(folder / name, picture, partial(_mask_of, number), nodata=nodata)
+                of_class = folder / (re.sub(r"[^\w.-]", "_", name).lstrip(".") or str(number))
+                while of_class in taken:
+                    of_class = of_class.with_name(f"{of_class.name}_{number}")
+                taken.append(of_class)
+                yield _PictureFile(of_class, picture, partial(_mask_of, number), nodata=nodata)
         else:
             yield _PictureFile(folder, picture, lambda strip: table[strip.labels], dtype=table.dtype, nodata=nodata)
 

@@ -206,7 +206,7 @@ class _Job:
         return predict_strips(self.predictor, picture.pixels, self.workspace, wanted=wanted, on_tile=count)
 
     def _together(self, pictures: list[Picture]) -> list[list[Strip]]:
-        images = np.stack([picture.pixels for picture in pictures])
+        images = np.stack([picture.pixels[:] for picture in pictures])
         rows = slice(0, images.shape[1])
         if self.plan.wanted == "labels":
             return [[Strip(rows, labels)] for labels in self.predictor.labels(images)]

@@ -161,16 +161,16 @@ def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
     """Read an image with the bands and dtype of the network's input; DataError if it cannot be read."""
     header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
     pixels, missing = load_image(file.path, format, max_pixels=MAX_PREDICTED_PX)
-    unused, has_points = format.unused_bands(header.stored), False
-    tags = tiff_tags(file.path)
-    if tags is not None and has_rasterio() and tags.orientation == 1:
-        plain = None if missing is None else Georeference(None, IDENTITY)  # a PNG cannot declare nodata
-        georeference = read_georeference(file.path) or plain
-        if georeference is not None:
-            return Picture(file, pixels, georeference=georeference, unused_bands=unused, missing=missing)
-        has_points = has_control_points(file.path)
+    unused, georeference, has_points = format.unused_bands(header.stored), None, False
+    tags = tiff_tags(file.path) if has_rasterio() else None
+    if tags is None:
+        missing = None  # a PNG cannot declare nodata
+    else:
+        georeference = read_georeference(file.path) if tags.orientation == 1 else None
+        has_points = georeference is None and has_control_points(file.path)
+        georeference = georeference or (None if missing is None else Georeference(None, IDENTITY))
     profile = _icc_profile(file) if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"} else None
-    return Picture(file, pixels, profile, unused_bands=unused, has_control_points=has_points)
+    return Picture(file, pixels, profile, georeference, unused, has_points, missing)
 
 
 def _icc_profile(file: InputFile) -> bytes | None:
