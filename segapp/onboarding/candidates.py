@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +37,17 @@ MIN_CONFIDENCE = 0.04
 MAX_SHOWN = 6
 
 
+@contextlib.contextmanager
+def _long_cells() -> Iterator[None]:
+    """Let cells of CSV files have any length in the body: those of run lengths have megabytes."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+@_long_cells()
 def find_candidates(tree: Tree) -> list[Layout]:
     """Return the candidates of a folder, most likely first; DataError if there are none, or if lists disagree."""
     published = published_layout(tree)

@@ -265,9 +265,9 @@ def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: 
                 _check_draft(stage / path.name, facts.root, new_lists)
             if facts.format == "list":
                 # The lists come first, because a config must never name lists that are not there.
-                if lists.exists():
-                    lists.rename(stage / "older")
-                new_lists.rename(lists)
+                lists.mkdir(exist_ok=True)  # it may have lists of other configs, such as those of folds
+                for path in new_lists.iterdir():
+                    os.replace(path, lists / path.name)
             for path in paths:
                 os.replace(stage / path.name, path)
         finally:

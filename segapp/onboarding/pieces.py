@@ -328,14 +328,11 @@ def find_rle(tree: Tree) -> list[Layout]:
 
 def _read(tree: Tree, path: str, images: Images) -> _Rows | None:
     """Return a table; None for a file without runs of existing images."""
-    limit = csv.field_size_limit(sys.maxsize)  # cells may hold megabytes
     try:
         with io.TextIOWrapper(open_regular(tree.root / path, None), "utf-8-sig", "replace", newline="") as file:
             return _parse(path, csv.reader(file), images)
     except (OSError, DataError, csv.Error):
         return None
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Rows | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,21 @@ def test_severstal_rows_are_classes_and_no_row_is_background(tmp_path: Path) -> 
     lines = "\n".join(result.lines)
     assert "4 images without a row, such as train_images/0000.jpg, are background" in lines
     assert "pixels are numbered by columns from 1" in lines
+
+
+def test_run_lengths_of_a_large_image_are_read(tmp_path: Path) -> None:
+    limit, size = csv.field_size_limit(), (220, 200)
+    planes = {name: disk(name, size) for name in NAMES}
+    planes["0003"] = np.broadcast_to(np.arange(size[0])[:, None] % 2 == 0, size)  # each pixel is a run
+    for name in NAMES:
+        draw_image(tmp_path / "d" / "images" / f"{name}.jpg", size)
+    rows = [(f"{name}.jpg", "1", runs_of(plane)) for name, plane in planes.items()]
+    assert len(rows[3][2]) > limit
+    table(tmp_path / "d" / "train.csv", ["ImageId", "ClassId", "EncodedPixels"], rows)
+    read = targets_read(proposed(tmp_path / "d", tmp_path / "made.yaml", layout="rle-columns")[0])
+    for name, plane in planes.items():
+        np.testing.assert_array_equal(read[name], plane)
+    assert csv.field_size_limit() == limit
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,17 @@ def test_folds_are_configs_that_together_validate_on_all(tmp_path: Path) -> None
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", folds=9))
 
 
+@pytest.mark.parametrize("order", [(None, 3), (3, None)], ids=["folds later", "folds first"])
+def test_lists_of_folds_are_next_to_those_of_one_config(order: tuple[int | None, ...], tmp_path: Path) -> None:
+    draw(tmp_path / "d", "abcdef", "images/{}.jpg", "masks/{}.png")
+    results = [propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", folds=folds)) for folds in order]
+    configs = [path for result in results for path in result.configs]
+    assert len(configs) == 4
+    for path in configs:
+        names = names_read(load_config(path))
+        assert sorted(names["train"] + names["val"]) == [f"{name}.jpg" for name in "abcdef"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes into read-only folders")
 def test_folder_without_write_permission_is_read(tmp_path: Path) -> None:
     draw(tmp_path / "d", "abcdef", "images/{}.jpg", "masks/{}.png")
