@@ -374,7 +374,7 @@ def read_classes(
             notes.append(f"{what} stays class {shown(classes.names[number])}: {share}")
     classes = replace(classes, notes=tuple(notes))
     if classes.palette or not void:
-        return replace(classes, palette=(*classes.palette, *void))
+        return replace(classes, palette=tuple(dict.fromkeys((*classes.palette, *void))))
     ignored = IGNORED if classes.ignore_index is None else classes.ignore_index
     label_map, why = {**classes.label_map, **dict.fromkeys(void, ignored)}, classes.stored_reason
     return replace(classes, label_map=label_map, stored_reason=why or "nodata is ignored")

@@ -355,6 +355,16 @@ def test_folder_named_by_the_user_never_serves_two_splits(tmp_path: Path) -> Non
         find_pairs(location, "vla")
 
 
+@pytest.mark.parametrize("folder", ["masks/{class}/train", "masks/{class}"], ids=["split", "all splits"])
+def test_masks_of_a_class_may_be_in_folders_of_splits(folder: str, tmp_path: Path) -> None:
+    touch(tmp_path, "images/train/a.jpg")
+    for name in ("crack", "moss"):
+        touch(tmp_path, f"{folder.replace('{class}', name)}/a.png")
+    location = DataLocation("folder", tmp_path, mask_dir="masks/{class}", mask_classes=("crack", "moss"))
+    (pair,) = find_pairs(location, "train")
+    assert pair.masks == tuple(tmp_path / folder.replace("{class}", name) / "a.png" for name in ("crack", "moss"))
+
+
 def test_shared_images_are_found_under_every_name(tmp_path: Path) -> None:
     touch(tmp_path, "a/1.jpg", "a/2.jpg")
     (tmp_path / "b").symlink_to(tmp_path / "a")

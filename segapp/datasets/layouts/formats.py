@@ -286,7 +286,8 @@ def _fill_in(layout: FolderLayout, location: DataLocation, base: Path, split: st
 
     def folder(own: str, users: str | None, *, is_shared: bool) -> str:
         if users and "{split}" in own and "{split}" not in users:
-            users = users if is_shared and not on_disk(base / users / split).is_dir() else f"{users}/{{split}}"
+            tried = users.replace("{class}", next(iter(location.mask_classes), ""))
+            users = users if is_shared and not on_disk(base / tried / split).is_dir() else f"{users}/{{split}}"
         return (users or own).replace("{split}", split)
 
     return FolderLayout(

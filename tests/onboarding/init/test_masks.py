@@ -101,6 +101,21 @@ def test_nodata_of_masks_is_ignored_if_two_classes_remain(
         np.testing.assert_array_equal(target, np.vectorize(to_class.__getitem__)(drawn_ids.astype(int)))
 
 
+def test_nodata_that_is_an_ignored_color_is_there_once(tmp_path: Path) -> None:
+    colors = np.array([[0, 0, 0], [9, 80, 7], [200, 30, 60]], np.uint8)
+    (tmp_path / "d" / "masks").mkdir(parents=True)
+    for number, name in enumerate(NAMES):
+        draw_image(tmp_path / "d" / "images" / f"{name}.jpg")
+        mask = colors[moved(striped([0, 1, 2], [20, 16]), number)]
+        tags = [(42113, "s", 0, "0", True)]
+        tifffile.imwrite(tmp_path / "d" / "masks" / f"{name}.tif", mask, photometric="rgb", extratags=tags)
+    (tmp_path / "d" / "class_dict.csv").write_text("name,r,g,b\nunlabeled,0,0,0\ngrass,9,80,7\nroof,200,30,60\n")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.palette) == (["grass", "roof"], [(9, 80, 7), (200, 30, 60), (0, 0, 0)])
+    for name, target in targets_read(config).items():
+        np.testing.assert_array_equal(target, moved(striped([255, 0, 1], [20, 16]), int(name)))
+
+
 @pytest.mark.parametrize(("zero", "classes"), [(40, ["background", "a", "b"]), (0, ["a", "b"])])
 def test_value_0_that_fills_half_or_is_absent_is_not_asked(zero: int, classes: list[str], tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([1, 0, 2], [zero, 10]))
