@@ -175,7 +175,11 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
         raise ConfigError(f"--as {kind} is not known: {accepted_words(kind, CHECKS)}")
     named = {} if config is None else named_code(config)
     kinds = {key: "transform" if key.startswith("data.augment") else key.partition(".")[0] for key in named}
-    chosen = [(code.name, kinds[key], code.options) for key, code in named.items() if name in (None, code.name)]
+    chosen = [
+        (code.name, kinds[key], code.options)
+        for key, code in named.items()
+        if name in (None, code.name) and kind in (None, kinds[key])
+    ]
     if name is not None and kind is not None and not chosen:
         chosen = [(name, kind, {})]
     if not chosen:
@@ -183,7 +187,7 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
     # The name on the command line is the consent to run the code.
     if name is not None:
         accept_code([NamedCode(part, options) for part, _, options in chosen])
-    return max(_check(*each, config) for each in chosen if kind in (None, each[1]))
+    return max(_check(*each, config) for each in chosen)
 
 
 def _check(name: str, kind: str, options: Mapping[str, Any], config: RunConfig | None) -> int:

@@ -113,6 +113,17 @@ def test_data_are_read_as_the_config_says(tiny: dict[str, Any], capsys: pytest.C
     assert "the image is float32 of shape (48, 64, 3)" in capsys.readouterr().out
 
 
+def test_kind_chooses_among_the_parts_of_a_config(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    config = merged({**tiny, "model": {"library": "python", "name": f"{OWN}:Net"}})
+    with pytest.raises(ConfigError, match=r"^give MODULE:FACTORY with its kind, --as .*, or --config FILE"):
+        check_part(None, "loss", config)
+    assert check_part(f"{OWN}:Net", "loss", config) == 2  # a name may be checked as what the config does not say
+    assert capsys.readouterr().out.startswith(f"{OWN}:Net as loss\n  FAILED ")
+    both = merged({**config.model_dump(), "loss": {"name": f"{OWN}:ce"}})
+    assert check_part(None, "loss", both) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if " as " in line] == [f"{OWN}:ce as loss"]
+
+
 @pytest.mark.usefixtures("repository_root")
 def test_all_parts_of_the_example_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_part(None, None, load_config("segapp/docs/examples/own_parts.yaml")) == 0

@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -221,22 +221,24 @@ def read_corners(paths: Sequence[Path]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def check_same_place(pair: ImagePair) -> None:
-    """Raise DataError if image and mask are GeoTIFFs of other places or sizes; half a pixel is convention."""
-    image, mask = (known_place(path) for path in (pair.image, pair.mask or pair.image))
-    if image is None or mask is None:
-        return
-    names = [None if place.crs is None else crs_name(place.crs) for place in (image, mask)]
-    moved = np.abs(np.subtract(image.transform, mask.transform))
-    # Programs place the corner or the center of the first pixel, so an offset of half a pixel is accepted.
-    is_moved = (moved > max(map(abs, image.transform[:2])) * np.array([1e-4, 1e-4, 0.75, 1e-4, 1e-4, 0.75])).any()
-    if is_moved or (None not in names and names[0] != names[1]):
-        said = [f"{place.transform} of {name}" for place, name in zip((image, mask), names, strict=True)]
-        raise DataError(
-            f"{shown(pair.files[-1])}: its georeference is {said[1]}, its image {shown(pair.image)} has {said[0]}: "
-            "warp the mask to the grid of the image, or remove the wrong one with gdal_edit.py -unsetgt",
-            path=pair.mask,
-        )
-    check_same_size(pair, read_header(pair.image).size_px, read_header(pair.mask or pair.image).size_px)
+    """Raise DataError if image and a mask are GeoTIFFs of other places or sizes; half a pixel is convention."""
+    image = known_place(pair.image)
+    for path in pair.files[1:]:
+        mask = known_place(path)
+        if image is None or mask is None:
+            continue
+        names = [None if place.crs is None else crs_name(place.crs) for place in (image, mask)]
+        moved = np.abs(np.subtract(image.transform, mask.transform))
+        # Programs place the corner or the center of the first pixel, so an offset of half a pixel is accepted.
+        is_moved = (moved > max(map(abs, image.transform[:2])) * np.array([1e-4, 1e-4, 0.75, 1e-4, 1e-4, 0.75])).any()
+        if is_moved or (None not in names and names[0] != names[1]):
+            said = [f"{place.transform} of {name}" for place, name in zip((image, mask), names, strict=True)]
+            raise DataError(
+                f"{shown(path)}: its georeference is {said[1]}, its image {shown(pair.image)} has {said[0]}: "
+                "warp the mask to the grid of the image, or remove the wrong one with gdal_edit.py -unsetgt",
+                path=path,
+            )
+        check_same_size(replace(pair, mask=path), read_header(pair.image).size_px, read_header(path).size_px)
 
 
 def known_place(path: Path) -> Georeference | None:

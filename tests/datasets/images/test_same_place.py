@@ -101,6 +101,20 @@ def test_another_place_is_refused(grid: Any, crs: Any, is_same: bool, tmp_path: 
     assert f"{GRID} of urn:ogc:def:crs:EPSG::32632:" in of_image
 
 
+@pytest.mark.parametrize("moved", ["first", "second", "area"])
+def test_each_mask_and_the_valid_area_are_compared(moved: str, tmp_path: Path) -> None:
+    image = write(tmp_path / "image.tif", pixels_of(0, 3, 255))
+    first, second, area = (
+        write(tmp_path / f"{name}.tif", pixels_of(1, 1, 2), shifted(c=40 * (name == moved)))
+        for name in ("first", "second", "area")
+    )
+    with pytest.raises(
+        DataError, match=rf"/{moved}\.tif: its georeference is .*500040\.0, .* has .*500000\.0"
+    ) as raised:
+        check_same_place(ImagePair(image, first, "image", (second,), area))
+    assert raised.value.path == str(tmp_path / f"{moved}.tif")
+
+
 def test_every_reader_compares_the_places(tmp_path: Path) -> None:
     for number, (split, name) in enumerate([("train", "s"), ("train", "b"), ("val", "k"), ("val", "d")]):
         grid = tuple(np.add(GRID, (0, 0, 530 * number, 0, 0, 0)))
