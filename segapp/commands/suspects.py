@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from segapp.assembly.pairs import build_pairs, split_names
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
+from segapp.custom.trust import using_copies
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair, shown
 from segapp.errors import ConfigError, DataError, storage_errors
@@ -254,7 +255,8 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
         data, chosen = trained.config.data, split or split_names(trained.config.data)[1]
         dataset = trained.dataset(chosen)
         # A network has learned the masks that it was trained on, and would agree with their errors.
-        own = {_key(pair): pair.image for pair in build_pairs(data, split_names(data)[0])}
+        with using_copies(trained.copies):
+            own = {_key(pair): pair.image for pair in build_pairs(data, split_names(data)[0])}
         trained_on |= own
         places = [
             i for i, pair in enumerate(dataset.pairs) if pair.mask and _key(pair) not in own.keys() | judged.keys()
@@ -316,7 +318,7 @@ def reason_of(suspect: Suspect) -> str:
 
 
 def rows_of(found: JudgedMasks) -> list[dict[str, Any]]:
-    """Return a row for each region, the most suspicious first; lengths are in pixels of the mask's file."""
+    """Return a row for each region, the most suspicious first; lengths are in pixels of the upright image."""
     rows = []
     for rank, suspect in enumerate(found.suspects, start=1):
         judged, region, names = suspect.judged, suspect.region, suspect.judged.dataset.scheme.names

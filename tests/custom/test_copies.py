@@ -13,8 +13,10 @@ import pytest
 
 import segapp
 import segapp.custom.sources as sources
+import segapp.custom.trust as trust
 from segapp.__main__ import main
 from segapp.checkpoint.training_state import load_checkpoint
+from segapp.commands.suspects import judge_masks
 from segapp.config import RunConfig
 from segapp.custom.trust import trusting
 from segapp.errors import ConfigError
@@ -51,6 +53,7 @@ def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SEGAPP_TRUST_PARTS", "")
     sources._modules.files.clear()
+    trust._accepted.clear()
     for name in [name for name in sys.modules if "_of_copies" in name]:
         monkeypatch.delitem(sys.modules, name)
     return folder
@@ -108,6 +111,19 @@ def test_run_predicts_with_its_copy_at_another_place(
     assert predicted(copied) == 1
     assert "note" not in capsys.readouterr().err
     assert segapp.evaluate(copied, trust_parts=True).loss == loss
+
+
+def test_suspects_know_the_training_images_from_the_copy(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tiny, tmp_path / "run", number=1)
+    with Path("net_of_copies.py").open("a") as file:
+        file.write("FolderData.__init__ = lambda self, root, split, own=FolderData.__init__: own(self, root, 'val')\n")
+    enter(Path.cwd(), monkeypatch)
+    with trusting(True):
+        found = judge_masks([str(run)], None, 20)
+    assert {image.pair.image.parent.name for image in found.images} == {"val"}
+    assert {path.parent.name for path in found.unjudged} == {"train"}
 
 
 def test_each_checkpoint_predicts_with_its_own_version(
