@@ -39,7 +39,7 @@ MAX_SHOWN = 6
 
 @contextlib.contextmanager
 def _long_cells() -> Iterator[None]:
-    """Let cells of CSV files have any length in the body: those of run lengths have megabytes."""
+    """Let cells of CSV files have any length in the body, because a cell of run lengths may have megabytes."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
         yield

@@ -265,7 +265,7 @@ def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: 
                 _check_draft(stage / path.name, facts.root, new_lists)
             if facts.format == "list":
                 # The lists come first, because a config must never name lists that are not there.
-                lists.mkdir(exist_ok=True)  # it may have lists of other configs, such as those of folds
+                lists.mkdir(exist_ok=True)  # it may have the lists of other configs, such as of folds
                 for path in new_lists.iterdir():
                     os.replace(path, lists / path.name)
             for path in paths:
