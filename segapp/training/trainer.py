@@ -502,6 +502,9 @@ class Trainer:
             best = {} if has_same_monitor else {"best": None, "num_bad": 0}
             self.plateau.load_state_dict(state["plateau"] | best)
         self.controller.batch_split.load_state_dict(state["live"]["splits"])
+        keys = ("train", "recompute"), ("train", "compile"), ("parallel", "sync_bn")
+        if any(configs[0][section].get(key) != configs[1][section].get(key) for section, key in keys):
+            self.controller.batch_split.clear_peaks()
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])
 

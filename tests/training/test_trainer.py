@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from segapp.checkpoint.saver import Position
-from segapp.config import LiveSettings
+from segapp.config import LiveSettings, validate_config
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.training import trainer as module
+from segapp.training.live.apply import BatchSplit
 from segapp.training.progress import Best
 from segapp.training.signals import StopRequest
 from segapp.training.trainer import Trainer
@@ -67,6 +68,35 @@ def test_rank_takes_its_own_random_state_up_again(
     }
     Trainer.load_state_dict(trainer, state)
     assert found == restored
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "is_kept"),
+    [
+        ("dp", {"train": {"epochs": 9}, "parallel": {"gpu0_bsz": 3}}, True),
+        ("dp", {"train": {"recompute": "all"}}, False),
+        ("dp", {"train": {"compile": True}}, False),
+        ("dp", {"parallel": {"sync_bn": False}}, False),
+        ("ddp", {}, False),
+    ],
+)
+def test_peaks_are_kept_if_steps_are_made_as_before(mode: str, changes: dict[str, Any], is_kept: bool) -> None:
+    config: dict[str, Any] = validate_config({"name": "x", "data": {"format": "voc", "root": "x"}}).model_dump()
+    network: Any = Mock(split_of=lambda num: [num - 1, 1], smallest_chunk=1, needs_samples=None)
+    before, after = BatchSplit(network, 8, "dp"), BatchSplit(network, 8, mode)
+    before.record_peaks((7, 1), (900.0, 250.0))
+    state: dict[str, Any] = {
+        "position": dataclasses.asdict(Position()),
+        "best": dataclasses.asdict(Best()),
+        "config": config,
+        "live": {"splits": before.state_dict()},
+        "rng": [],
+    }
+    new = {name: {**config[name], **changes.get(name, {})} for name in ("train", "parallel", "checkpoint")}
+    trainer = Mock(Trainer, engine=Mock(), progress=Mock(), controller=Mock(batch_split=after), ranks=Mock(rank=0))
+    trainer.plateau, trainer.facts = None, Mock(config=new)
+    Trainer.load_state_dict(trainer, state)
+    assert bool(after.checker.peaks.measured) == is_kept
 
 
 def test_only_finished_steps_have_had_their_algorithms_timed() -> None:
