@@ -340,6 +340,8 @@ def _read_run(path: Path) -> tuple[History, int]:
             classes, resumed = start.classes, start.resumed_from_step
             # A resume repeats the steps after its checkpoint, and their evaluations.
             rows, step = (rows, step) if resumed is None else ([row for row in rows if row.step <= resumed], resumed)
+        elif item["type"] == "run_end":
+            step = item.get("step") or step  # not every step has an event
         elif item["type"] == "val":
             val = cast(Val, parse_event(item))
             rows.append(

@@ -86,7 +86,7 @@ def with_resume_value(arguments: list[str]) -> list[str]:
     at = arguments.index("--resume")
     following = arguments[at + 1] if at + 1 < len(arguments) else None
     is_value = (
-        following is not None and not following.startswith("-") and ("=" not in following or Path(following).exists())
+        following is not None and not following.startswith("-") and ("=" not in following or os.path.exists(following))
     )
     return arguments if is_value else [*arguments[: at + 1], "auto", *arguments[at + 1 :]]
 

@@ -39,6 +39,7 @@ from segapp.results import Evaluated
 from segapp.run.events import Event
 from segapp.scores import SCORES
 from segapp.waiting import has_progress_bar
+from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events
 from tests.support.runs import train as train_plainly
 
@@ -316,6 +317,15 @@ def check_scores(found: segapp.EvalResult) -> None:
     assert [line.split()[0] for line in lines[1:4]] == [row["class"] for row in rows], "as segapp eval prints them"
     assert lines[-1].startswith(f"val: mIoU {found.miou:.4f} over 3 of 3 classes")
     assert [path.name for path in found.checkpoints] == ["best.pt"]
+
+
+def test_steps_of_a_run_are_those_of_its_end(tmp_path: Path) -> None:
+    """Not every step has an event."""
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=6)
+    run.epoch()
+    run.step += 3
+    run.end("stopped")
+    assert segapp.api._read_run(tmp_path / "run")[1] == run.step == 9
 
 
 def test_program_stops_a_training_at_an_event(

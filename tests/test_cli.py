@@ -155,6 +155,10 @@ def test_help_is_fast_and_loads_no_torch() -> None:
         (["train", "--resume", "--plain"], ["train", "--resume", "auto", "--plain"]),
         (["train", "--resume", "train.epochs=3"], ["train", "--resume", "auto", "train.epochs=3"]),
         (["train", "--resume", "demo"], ["train", "--resume", "demo"]),
+        (
+            ["train", "--resume", "a=" + "b" * 300],
+            ["train", "--resume", "auto", "a=" + "b" * 300],
+        ),  # too long for a file
         (["train", "--config", "x"], ["train", "--config", "x"]),
     ],
 )

@@ -267,7 +267,7 @@ def test_yaml_is_read_up_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_yaml("a: [1, 2, 3]")
 
 
-@pytest.mark.parametrize("word", ["epochs", "=3", "a..b=1", "train.epochs"])
+@pytest.mark.parametrize("word", ["", "epochs", "=3", "a..b=1", "train.epochs"])
 def test_override_without_key_and_value_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="is not KEY=VALUE"):
         parse_overrides([word])
@@ -284,6 +284,9 @@ def test_config_is_searched_as_given_in_configs_then_packaged(tmp_path: Path, mo
         find_config("demoo.yaml")
     with pytest.raises(ConfigError, match=r"'xyz' not found .*: known configs: .*demo\.yaml"):
         find_config("xyz")
+    for nothing in ("", ".", "/"):
+        with pytest.raises(ConfigError, match=re.escape(f"config {nothing!r}")):
+            find_config(nothing)
     packaged = find_config("demo.yaml")
     assert packaged.is_absolute()
     (tmp_path / "configs").mkdir()

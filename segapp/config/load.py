@@ -44,7 +44,8 @@ def config_places(name: str) -> list[Path]:
     given = Path(name)
     here = Path(__file__).resolve().parent.parent
     folders = [Path(), Path("configs"), here / "configs", here.parent / "configs"]
-    names = [given] if given.suffix in {".yaml", ".yml"} else [given, given.with_name(f"{given.name}.yaml")]
+    has_ending = given.suffix in {".yaml", ".yml"} or not given.name
+    names = [given] if has_ending else [given, given.with_name(f"{given.name}.yaml")]
     if given.is_absolute():
         return names
     return [folder / each for folder in folders for each in names]

@@ -188,6 +188,7 @@ class Planner:
         high = 2 * low
         while low and high <= LARGEST_BATCH and self._best_fit(high) is not None:
             low, high = high, 2 * high
+        high = min(high, LARGEST_BATCH + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._best_fit(middle) is not None else (low, middle)

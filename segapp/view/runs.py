@@ -238,7 +238,8 @@ def read_settings(folder: RunFolder) -> dict[str, Any]:
 
     with contextlib.suppress(OSError, ConfigError):
         raw, _ = parse_yaml(read_of_run(folder.config_yaml).decode(errors="backslashreplace"))
-        return {key: value for key, value in flat_settings(raw or {}).items() if key != "name"}
+        settings = flat_settings(raw) if isinstance(raw, dict) else {}
+        return {key: value for key, value in settings.items() if key != "name"}
     return {}
 
 

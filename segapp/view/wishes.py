@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from segapp.chunks import SPLIT_NAMES
 from segapp.errors import CommandError
 from segapp.run.commands import (
     CancelCommand,
@@ -56,7 +57,7 @@ class Wish:
 
 def in_force(view: View, name: str) -> Any:
     """Return the value of a setting that commands can change; a split that `shares` set is the list of its samples."""
-    if name in ("gpu0_bsz", "shares"):
+    if name in SPLIT_NAMES:
         by_shares, by_number = (view.changes.get(each) for each in ("shares", "gpu0_bsz"))
         if by_shares is not None and (by_number is None or by_shares.t > by_number.t):
             return list(view.split or ())
@@ -188,5 +189,7 @@ def _undoing(last: Wish, view: View) -> tuple[Command | None, str]:
         if in_force(view, name) != value:
             by = view.changes[name].by if name in view.changes else "auto"
             return None, f"{name} was changed by {by} since: {last.text} is not in force any more"
-    before = {("shares" if isinstance(value, list) else name): value for name, value in last.before.items()}
+    # The split before may have been of the other kind.
+    kinds = {name: "shares" if isinstance(value, list) else "gpu0_bsz" for name, value in last.before.items()}
+    before = {(kinds[name] if name in SPLIT_NAMES else name): value for name, value in last.before.items()}
     return SetCommand.model_validate(before), ""

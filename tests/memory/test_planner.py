@@ -18,6 +18,7 @@ from segapp.memory.peaks import (
     splits_to_simulate,
 )
 from segapp.memory.plan import (
+    LARGEST_BATCH,
     GpuSpec,
     MemoryPlan,
     OverheadEstimate,
@@ -75,6 +76,11 @@ def test_best_split_and_largest_batch_equal_a_full_search():
         largest, row = planner(gpus=(GpuSpec(total_mib),) * 3).largest_batch()
         assert largest == brute_force_largest_batch(total_mib), total_mib
         assert row.fits
+
+
+def test_largest_batch_has_a_limit() -> None:
+    largest, row = planner(gpus=(GpuSpec(10_000_000),) * 3).largest_batch()
+    assert (largest, row is not None) == (LARGEST_BATCH, True)
 
 
 def test_of_two_equal_splits_the_first_gpu_has_more():

@@ -248,3 +248,11 @@ def test_rare_events_are_found_in_every_part(tmp_path: Path, monkeypatch: pytest
             monkeypatch.setattr(os, "pread", lambda fd, size, at, n=num_bytes: real(fd, min(size, n), at))
             assert list(EventReader(path).read_kinds(*kinds)) == expected
         assert bool(expected) == (kinds != ("oom",))
+
+
+@pytest.mark.parametrize("text", ["- a\n", "word\n", ""])
+def test_config_that_is_no_mapping_has_no_settings(tmp_path: Path, text: str) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.folder.config_yaml.write_text(text)
+    assert read_settings(run.folder) == {}
+    assert summarize(tmp_path / "run").settings == {}

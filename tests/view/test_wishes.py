@@ -130,6 +130,14 @@ def test_command_applied_before_its_cancel_can_be_taken_back(viewer: Viewer) -> 
     assert viewer.texts[2:] == [f"cancel {command_id}", "set lr_factor=3.0"]
 
 
+@pytest.mark.parametrize("before", ["set gpu0_bsz=4", "set gpu0_bsz=none"])
+def test_split_before_shares_comes_back_as_it_was(viewer: Viewer, before: str) -> None:
+    viewer.apply(before, by="other@there")
+    viewer.apply("set shares=2,3,3")
+    assert viewer.undo() is None
+    assert viewer.texts[-1] == before
+
+
 def test_split_of_shares_comes_back_as_shares(viewer: Viewer) -> None:
     viewer.apply("set shares=2,3,3", by="other@there")
     assert in_force(viewer.view, "gpu0_bsz") == [2, 3, 3]
