@@ -1,6 +1,6 @@
 """Plans before a training: the values of `auto`, and whether a step fits into the memory of the CPU.
 
-The plan is made once and saved in the run folder; every resume uses the saved plan, even on another machine.
+The plan is saved in the run folder; every resume from a checkpoint uses the saved plan, even on another machine.
 """
 
 import logging
@@ -53,7 +53,10 @@ def resolve_auto(
     Raises:
         ConfigError: the memory of the devices is unknown, or nothing fits.
     """
-    config = config if state is None else with_kept(config, state)
+    if state is not None:
+        config = with_kept(config, state)
+    elif ranks.is_main:
+        folder.saved_plan.unlink(missing_ok=True)  # of a start that saved nothing, perhaps with another config
     if config.train.precision == "auto":
         own = with_precision(config, devices.devices).train.precision
         # All ranks must compute in the same precision, so the oldest GPU decides.

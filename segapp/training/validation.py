@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,15 +72,12 @@ class SamplePictures:
         write_atomic(path, encode_png(np.concatenate(panels, axis=1)))
 
     def draw_first(self, batch: Batch) -> list[str]:
-        """Write `first_batch.png` unless it is there; return a sentence if it cannot be drawn."""
-        path = self.folder / FIRST_BATCH
-        if os.path.lexists(path):  # of the start that this one repeats
-            return []
+        """Write `first_batch.png`; return a sentence if it cannot be drawn."""
         if not len(batch):
             return ["there is no picture of the first batch: the main rank has no samples"]
         try:
             preprocessing = copy.deepcopy(self.inference.preprocessing).cpu()  # nothing waits for the device
-            write_atomic(path, encode_png(draw_batch(batch, preprocessing, self.dataset.scheme)))
+            write_atomic(self.folder / FIRST_BATCH, encode_png(draw_batch(batch, preprocessing, self.dataset.scheme)))
         except Exception as error:
             logger.exception("picture of the first batch")
             return [f"there is no picture of the first batch: {first_line(error)}"]

@@ -136,9 +136,21 @@ def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
     config = merged(tiny, train={"batch_size": "auto"}, parallel={"gpu0_bsz": "auto"})
     devices = DevicePlan("ddp", (torch.device("cpu"),), "")
     for num, gpu0_bsz, predicted in ((3, 1, (10.0,) * 3), (2, None, ())):
-        resolved, plan = resolve_auto(config, None, folder, devices, [DeviceInfo("cpu")] * num, Ranks())
+        resolved, plan = resolve_auto(config, {}, folder, devices, [DeviceInfo("cpu")] * num, Ranks())
         assert (resolved.train.batch_size, plan.gpu0_bsz) == (6, gpu0_bsz)
         assert (plan.predicted_mib((1, 3, 2)), plan.recompute) == (predicted, blocks if num == 3 else None)
+
+
+def test_plan_of_a_start_without_steps_is_not_used(tiny, tmp_path):
+    """It may be for another crop or model; only a checkpoint shows that a training used it."""
+    folder = RunFolder.create(path=tmp_path / "run")
+    SavedMemoryPlan(6, 1, None, (6,), ((6,),), ((10.0,),), 1.0).write(folder.saved_plan)
+    config, devices = merged(tiny, train={"batch_size": "auto"}), DevicePlan("single", (torch.device("cpu"),), "")
+    of_checkpoint, _ = resolve_auto(config, {}, folder, devices, [DeviceInfo("cpu")], Ranks())
+    assert of_checkpoint.train.batch_size == 6
+    with pytest.raises(ConfigError, match="there is no GPU"):
+        resolve_auto(config, None, folder, devices, [DeviceInfo("cpu")], Ranks())
+    assert not folder.saved_plan.exists(), "the run's screen would show it"
 
 
 @pytest.mark.slow

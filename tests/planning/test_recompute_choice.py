@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from segapp.config import dump_config
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from segapp.training.step import assembler
 from tests.support import ROOT
+from tests.support.budgets import use_plan
 from tests.support.runs import events, merged, segapp, train
 
 
@@ -58,12 +58,12 @@ def seen_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("logical_budgets")
-def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_blocks):
+def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, monkeypatch, seen_blocks):
     """Also when it is resumed and when gpu0_bsz is another, and with the losses of a run without."""
     blocks = (("encoder.model.layer1.0",), ())
     planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=blocks)
     folder = RunFolder.create(path=tmp_path / "run")
-    planned.write(folder.saved_plan)
+    use_plan(monkeypatch, planned)
     budgets = {"memory_budget_mib": [500.0, 500.0]}
     assert train(two_devices(tiny, parallel=budgets), folder.path) == 0
     for number, gpu0_bsz in enumerate((None, 1), start=2):
@@ -87,9 +87,10 @@ def test_unknown_memory_computes_nothing_again_and_says_so(tiny, tmp_path, seen_
 @pytest.mark.timeout(600)
 def test_each_rank_takes_its_own_blocks(tiny, tmp_path):
     blocks = (("encoder.model.layer1.0",), ("encoder.model.layer2.0",))
-    folder = RunFolder.create(path=tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    assert train(two_devices(tiny), folder.path) == 0
     SavedMemoryPlan(4, 1, None, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=blocks).write(folder.saved_plan)
-    (tmp_path / "ddp.yaml").write_text(dump_config(two_devices(tiny, parallel={"mode": "ddp"})))
-    done = segapp("train", "--config", "ddp.yaml", "--run", str(folder.path), cwd=tmp_path, timeout_s=500)
+    words = "--resume", "run", "parallel.mode=ddp", "train.epochs=2"
+    done = segapp("train", *words, cwd=tmp_path, timeout_s=500)
     assert done.returncode == 0, done.stderr
-    assert [event["blocks"] for event in events(folder.path, "settings")] == [[list(names) for names in blocks]]
+    assert events(folder.path, "settings")[-1]["blocks"] == [list(names) for names in blocks]

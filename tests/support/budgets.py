@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from torch.utils._pytree import tree_iter
 from segapp.memory import counters
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import examine
+from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel, current_replica
-from segapp.planning import trial
+from segapp.planning import auto, trial
 from segapp.run.events import Oom
 from segapp.run.words import first_line
 from segapp.session import session
@@ -320,3 +322,9 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepEngine, "unfreeze", unfreeze_within)
     monkeypatch.setattr(Validation, "run", validate_within)
     monkeypatch.setattr(trial, "evaluate_blank", evaluate_within)
+
+
+def use_plan(monkeypatch: pytest.MonkeyPatch, planned: SavedMemoryPlan) -> None:
+    """Let every training of this test that plans its memory get this plan."""
+    monkeypatch.setattr(auto, "plan_memory", Mock())
+    monkeypatch.setattr(SavedMemoryPlan, "of_plan", lambda *_: planned)

@@ -13,6 +13,7 @@ from segapp.memory.plan import SavedMemoryPlan
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
+from tests.support.budgets import use_plan
 from tests.support.rank_runs import losses
 from tests.support.runs import differing, each_save, events, merged, train
 from tests.training.test_resume import course, final_state, stopped_and_resumed
@@ -70,7 +71,9 @@ def test_run_with_a_thaw_resumes_bitwise(frozen: tuple[RunConfig, Path], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logical_budgets")
-def test_auto_split_stays_the_planned_one_while_frozen(base: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_split_stays_the_planned_one_while_frozen(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Device 0 has place for more images than it has beside the optimizer's state of the backbone."""
     config = merged(
         base,
@@ -80,10 +83,9 @@ def test_auto_split_stays_the_planned_one_while_frozen(base: dict[str, Any], tmp
         parallel={"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": "auto", "memory_budget_mib": [20.0, 20.0]},
         eval={"every_epochs": 3},
     )
-    folder = RunFolder.create(path=tmp_path / "run")
     splits = tuple((k, 4 - k) for k in range(5))
     planned = SavedMemoryPlan(4, 1, 0, (0, 4), splits, tuple((10.0 + k, 18.0 - k) for k in range(5)), 1.0)
-    planned.write(folder.saved_plan)
+    use_plan(monkeypatch, planned)
     with each_save():
         assert train(config, tmp_path / "run") == 0
     assert [tuple(event["split"]) for event in events(tmp_path / "run", "epoch_start")] == [(0, 4)] * 3

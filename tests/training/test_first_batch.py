@@ -88,7 +88,7 @@ def test_first_batch_has_the_tensors_that_go_into_the_step(
     assert (picture_of(Path("new/look")) != found).any()
 
 
-def test_later_starts_keep_the_first_picture(
+def test_only_starts_from_the_first_step_draw_the_picture(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failure before the first save, from an earlier checkpoint, and where there is no picture."""
@@ -107,7 +107,7 @@ def test_later_starts_keep_the_first_picture(
     earlier = folder / "checkpoints" / "epoch_0001.pt"
     assert run_session(TrainRequest(longer, RunFolder(folder), checkpoint=earlier)) == 0
     assert [event.get("resumed_from_step") for event in events(folder, "run_start")] == [None, None, 2]
-    assert (path.read_bytes(), len(drawn)) == (b"the first", 1)
+    assert (picture_of(folder / "samples").any(), len(drawn)) == (True, 2), "the second start may have another config"
     path.unlink()
     assert run_session(TrainRequest(longer, RunFolder(folder), checkpoint=earlier)) == 0
     assert not path.exists()
