@@ -102,6 +102,7 @@ def all_names() -> list[ModelName]:
     for name, (_, pattern) in OWN.items():
         own = [None] if pattern is None else [f"tu-{encoder}" for encoder in timm.list_models(pattern)]
         names += [ModelName("segapp", name, encoder) for encoder in own]
+    # smp takes its own encoders and, as `tu-NAME`, the encoders of timm.
     every = [*encoders, *(f"tu-{name}" for name in timm.list_models())]
     return names + [ModelName("smp", name, encoder) for name in smp_architectures() for encoder in every]
 

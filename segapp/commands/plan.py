@@ -130,6 +130,7 @@ def split_table(plan: MemoryPlan) -> list[str]:
         word = row.level + (f"  <- {', '.join(marks)}" if marks else "")
         rows.append(("-" if row.gpu0_bsz is None else str(row.gpu0_bsz), _joined(row.split), *cells, word))
     lines = aligned(rows)
+    # Many values of gpu0_bsz may be refused for one reason, which is printed once.
     by_reason: dict[str, list[int]] = {}
     for value, reason in plan.refused:
         by_reason.setdefault(reason.partition(" leaves ")[2] or reason, []).append(value)

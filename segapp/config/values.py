@@ -125,6 +125,7 @@ def _entry(value: object, place: str) -> dict[str, dict[str, Any]]:
     if not isinstance(value, Mapping) or len(value) != 1:
         raise ValueError(f"{place}: a name is expected, or one name with its arguments, e.g. VerticalFlip: {{p: 0.5}}")
     ((name, given),) = value.items()
+    # A composition such as OneOf may be given as the list of its members.
     if isinstance(given, list | tuple):
         given = {"transforms": given}
     if given is None:

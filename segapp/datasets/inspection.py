@@ -469,6 +469,7 @@ def group_findings(reports: Sequence[SplitReport], before: Sequence[DataProblem]
     groups = list[FindingGroup]()
     for severity, kind, split in sorted(found, key=lambda key: (key[0], order.index(key[1]))):
         findings, ids = found[severity, kind, split], unknown.get(split)
+        # One set of ids or one bad division concerns the whole split, so its findings have one summary.
         if kind == "ids" and ids is not None:
             summary = summary_of_ids(ids)
         elif kind == "lookalike":

@@ -307,6 +307,7 @@ class CriterionSum(AdditiveCriterion):
         pairs: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
         if not pairs:
             raise ValueError("CriterionSum has no terms: give at least one (factor, criterion)")
+        # The usual mistakes are (criterion, factor), and a loss of torch instead of a criterion.
         for pair in pairs:
             given = [type(part).__name__ for part in (pair if isinstance(pair, Sequence) else [pair])]
             if len(given) != 2 or not isinstance(pair[0], Real) or not isinstance(pair[1], AdditiveCriterion):

@@ -64,6 +64,7 @@ def check_views(views: Tensor | Sequence[View]) -> list[View]:
     given = [views] if isinstance(views, Tensor) else as_whole(views)
     if not isinstance(given, Iterable) or any(not isinstance(view, Iterable) for view in given):
         raise TypeError(f"logits given as {type(views).__name__}: give a tensor (N, C, h, w), or a sequence of views")
+    # A generator could not be read a second time, for the sums after the checks.
     views_list: list[View] = [view if isinstance(view, Tensor) else list(as_whole(view)) for view in given]
     if not views_list or not all(_tensors(view) for view in views_list):
         raise ValueError("there are no views: give at least one tensor of logits, or one tile")

@@ -103,6 +103,7 @@ def fit_lines(
         >>> fit_lines([[(2, 500.0), (4, 700.0)], [(1, 50.0)]])
         (100.0, (300.0, -50.0))
     """
+    # Deviations from the means of a group, so that the groups share the slope and not the constant.
     if slope is None:
         covariance, variance = 0.0, 0.0
         for points in groups:

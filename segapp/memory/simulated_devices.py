@@ -149,6 +149,7 @@ def _autocast(kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"{name} is unsafe to autocast: use binary_cross_entropy_with_logits, or BCEWithLogitsLoss")
     with without_autocast():
         if kind == "dtype":
+            # They get the dtype as an argument, and make no float32 copy of their input.
             if _is_eligible(args[0]) and arguments.get("dtype") is None:
                 arguments["dtype"] = torch.float32
                 operator = _WITH_DTYPE.get(operator, operator)

@@ -100,6 +100,7 @@ def _reference(model: SegmentationModel, adapted: Sequence[str]) -> BaseReferenc
         tensor = tensors[name].contiguous()
         content.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
         content.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    # peft moves the tensors of an adapted layer below `base_layer`.
     layers = {name: name.rpartition(".")[0] for name in tensors}
     renamed = {
         name: f"{layer}.base_layer{name.removeprefix(layer)}" for name, layer in layers.items() if layer in adapted

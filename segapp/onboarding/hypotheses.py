@@ -386,6 +386,7 @@ def _weighed(
         confidence *= 0.3
         evidence.append("no pair could be read")
     else:
+        # A few pairs of odd sizes lower the confidence, and do not end it.
         same = mean(float(fit_of_mask(image.header, mask.header) != "neither") for image, mask in seen)
         evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs that were compared")
         confidence *= max(ODD_SIZES, same) * mean(mask.mask_likeness for _, mask in seen)
@@ -410,6 +411,7 @@ def with_valid_areas(root: Path, chosen: Layout, found: Sequence[Layout]) -> Lay
         areas = {pair.image: pair.mask for pair in other.pairs if other is not chosen}
         masks = [probe(root / pair.mask) for pair in evenly_spread(other.pairs, _NUM_PROBED)]
         fields = [mask for mask in masks if mask is not None and mask.is_field]
+        # Two masks may be alike by chance.
         if len(fields) < max(3, len(masks)):
             continue
         if not are_all_alike(fields):
@@ -434,4 +436,5 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
     fits = [role.is_mask if is_mask else role.is_image for role in roles]
     if not fits:
         return 0.85 if is_mask else 1.0
+    # For a mask, a word above counts too: masks/train/images has two.
     return 1.0 if fits[0] else 0.7 if is_mask and any(fits) else 0.3

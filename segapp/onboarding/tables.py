@@ -200,6 +200,7 @@ def with_listed_splits(tables: Sequence[Table], layout: Layout) -> Layout:
         said, missing = _said_by(table, names)
         if said:
             by_folder[table.folder][table.path] = said
+        # A list of which most lines name nothing is of something else.
         if missing and 2 * len(missing) < len(table.rows) and split_said(PurePosixPath(table.path).name):
             some = f"{len(missing)} of its {len(table.rows)} lines name no image with a mask, such as {missing[0]}"
             notes.append(f"{table.path}: {some}: {'the others are' if said else 'the list is not'} used")

@@ -273,6 +273,7 @@ def _copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[
     rows: list[list[Tensor]] = [list(tensors) for _ in devices]
     for bucket in buckets(tensors, _BUCKET_BYTES):
         originals = [tensors[j] for j in bucket]
+        # Either all tensors need a gradient, or none does: `replicate` copies the two kinds apart.
         if originals[0].requires_grad:
             flat: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *originals)
             parts: Sequence[Sequence[Tensor]] = [flat[i : i + len(bucket)] for i in range(0, len(flat), len(bucket))]

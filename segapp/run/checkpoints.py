@@ -334,6 +334,7 @@ class CheckpointFolder:
             sha256, _ = hash_file(alias)
         except OSError:
             return True
+        # A kill between the objects and the manifest leaves an object that no entry names yet.
         is_committed = any(entry.sha256 == sha256 for entry in manifest.entries)
         return not is_committed and not any(name.endswith(f"-{sha256[:16]}.pt") for name in names)
 

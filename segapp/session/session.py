@@ -199,6 +199,7 @@ def _device_infos(
     here = machine_id()
     gathered = ranks.gather((own, here, socket.gethostname()))
     names = machine_names([(there, name) for _, there, name in gathered])
+    # A pid says nothing on another machine, where another process may have it.
     device_infos = [
         replace(info, is_own=rank == ranks.rank, pid=info.pid if there == here else None, machine=names[there])
         for rank, (theirs, there, _) in enumerate(gathered)

@@ -286,6 +286,7 @@ class SettingScreen(ModalScreen[SetCommand | None]):
         if command.gpu0_bsz == "auto":
             return command, "the trainer chooses it from the measured memory"
         checked = self._view.split_checker.check(command.split)
+        # An impossible split has no peaks; one that is not expected to fit has, and is not sent either.
         if checked.split is None:
             return None, f"{checked.level}: {checked.reason}"
         peaks = [] if self._view.has_logical_devices else [memory_text(mib) for mib in checked.predicted_mib]

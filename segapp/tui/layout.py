@@ -52,6 +52,7 @@ class ScreenLayout:
 def plan_layout(width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False) -> ScreenLayout:
     if width < header.MIN_WIDTH or height < header.MIN_HEIGHT:
         return ScreenLayout(frozenset())
+    # Narrow terminals show one pane, and the two small ones that belong together.
     if width < WIDE or is_zoomed:
         shown = {"gpu", "gpu0"} if pane == "gpu" else {pane}
         return ScreenLayout(frozenset(shown), width, has_throughput=height >= 20 and bool(shown & _LEFT))

@@ -168,6 +168,7 @@ class PictureView(StripWidget):
         except (OSError, ValueError, SyntaxError) as error:
             return [self._text(f"{printable(path.name)} cannot be shown: {printable(str(error))[:60]}")]
         match = _NAME.fullmatch(path.name)
+        # Only pictures of evaluations have three parts.
         if match is None or match[1] is None or image.width % 3:
             return self._draw(image, {}, width, height)
         part = image.width // 3

@@ -16,6 +16,7 @@ Nothing is computed before a fork, so torch has no threads that a child would mi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -69,6 +70,9 @@ def run(command: dict[str, Any]) -> int:
             setattr(sys, f"__{name}__", stream)
     if "code" in command:
         exec(command["code"], {"__name__": "__main__"})
+        # As at the end of Python: the processes of pools end, too.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
         return 0
     faulthandler.enable(2)  # SIGABRT prints the stacks
     network.note_requests()

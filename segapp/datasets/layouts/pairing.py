@@ -319,6 +319,7 @@ def listed_pairs(
     """
     pairs: dict[str, ImagePair] = {}
     for line in list_lines(list_file, how_to_get):
+        # Names may have spaces if tabs separate them.
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
         if len(parts) != 1 + num_masks + ("*" in area):
             what = "a mask: write both" if num_masks == 1 else f"{num_masks} masks, one for each class: write all"
