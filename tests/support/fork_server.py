@@ -7,7 +7,8 @@ Commands come as JSON lines on a connection, `{"argv", "cwd", "env", "out", "err
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
 so that a tracer can be attached; with `"in"`, it reads from there, and a terminal becomes that of its session; with
 `"machine"`, the pid of the first process of a machine of `machines`, it runs there; with `"uid"` it is another user,
-and with `"umask"` it has that mask. With `"code"` in place of `"argv"` it runs this code, as a worker of pytest-xdist.
+and with `"umask"` it has that mask. With `"code"` in place of `"argv"` it runs this code, as a worker of pytest-xdist,
+at the three streams that come with the line.
 With SEGAPP_TEST_FORK in its environment, a command forks its trainers and its ranks too; with SEGAPP_TEST_GPUS, the
 monitor of a training asks nvidia-smi, as on a machine with a GPU.
 
@@ -54,16 +55,15 @@ def run(command: dict[str, Any]) -> int:
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
-    streams = [
-        (0, command.get("in") or os.devnull, os.O_RDONLY),
-        (1, command["out"], os.O_WRONLY),
-        (2, command["err"], os.O_WRONLY),
+    streams = command.get("fds") or [
+        os.open(command.get("in") or os.devnull, os.O_RDONLY),
+        os.open(command["out"], os.O_WRONLY),
+        os.open(command["err"], os.O_WRONLY),
     ]
-    for fd, path, flags in streams:
-        source = os.open(path, flags)
+    for fd, source in enumerate(streams):
         os.dup2(source, fd)
         os.close(source)
-    if command.get("in"):  # those of the server are of files
+    if command.get("in") or command.get("fds"):  # those of the server are of files
         for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
             stream = os.fdopen(fd, mode, buffering=1, closefd=False)
             setattr(sys, name, stream)
@@ -252,11 +252,14 @@ class Client:
 
     connection: socket.socket
     waiting: bytes = b""
+    fds: list[int] = dataclasses.field(default_factory=list)
 
     def commands(self) -> list[dict[str, Any]] | None:
         """Read what has come and return the whole commands; None if the client has gone."""
         with contextlib.suppress(ConnectionError):
-            if block := self.connection.recv(2**16):
+            block, fds, *_ = socket.recv_fds(self.connection, 2**16, 3)
+            self.fds += fds
+            if block:
                 *lines, self.waiting = (self.waiting + block).split(b"\n")
                 return [json.loads(line) for line in lines]
         return None
@@ -307,7 +310,10 @@ def serve(listener: socket.socket) -> None:
                 clients.pop(fd).connection.close()
             for command in commands or ():
                 own_fds = (news, wakeup, listener.fileno(), *clients)
+                command["fds"], clients[fd].fds = clients[fd].fds, []
                 running[pid := _fork(command, own_fds)] = clients[fd]
+                for own in command["fds"]:
+                    os.close(own)
                 clients[fd].answer(pid=pid)
 
 

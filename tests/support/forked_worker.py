@@ -11,12 +11,11 @@ import sys
 
 
 def main() -> None:
-    """Let the fork server run the code at the pipes of this process, and end when it has ended."""
-    pipes = [f"/proc/{os.getpid()}/fd/{number}" for number in range(3)]
+    """Let the fork server run the code at the streams of this process, and end when it has ended."""
     words = {"code": sys.argv[-1], "cwd": os.getcwd(), "env": dict(os.environ)}
     server = socket.socket(socket.AF_UNIX)
     server.connect(f"\0{os.environ['SEGAPP_TEST_FORK_SERVER']}")
-    server.sendall(json.dumps({**words, "in": pipes[0], "out": pipes[1], "err": pipes[2]}).encode() + b"\n")
+    socket.send_fds(server, [json.dumps(words).encode() + b"\n"], [0, 1, 2])
     with server.makefile("r") as answers:
         sys.exit(json.loads(list(answers)[-1])["status"] != 0)
 
