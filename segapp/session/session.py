@@ -317,7 +317,7 @@ def _fit(trainer: Trainer) -> str | None:
         if is_main:
             trainer.answer_commands("the run is complete", is_finished=True)
             key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
-            key = key if trainer.progress.is_complete else "train.early_stop"
+            key = key if reason == trainer.length else "train.early_stop"  # which would end a longer run, too
             say(f"already complete: {reason}; raise {key} to train on")
         return None
     trainer.liveness.is_saved = True
