@@ -201,11 +201,11 @@ def test_run_that_ended_early_is_complete(base: dict[str, Any], tmp_path: Path, 
     assert len(epochs) < 9
     before = len(events(tmp_path / "run", "step"))
     capsys.readouterr()
-    assert resume(config, tmp_path / "run") == 0
-    said = (
-        f"already complete: no better {config.checkpoint.monitor} for 2 evaluations; raise train.early_stop to train on"
-    )
-    assert said in capsys.readouterr().out
+    said = "already complete: no better miou for 2 evaluations; raise train.early_stop to train on"
+    for num_epochs in (9, len(epochs)):  # in the second case, no epoch is left either
+        shorter = config.model_copy(update={"train": config.train.model_copy(update={"epochs": num_epochs})})
+        assert resume(shorter, tmp_path / "run") == 0
+        assert said in capsys.readouterr().out
     assert [event["epoch"] for event in events(tmp_path / "run", "val")] == epochs
     assert len(events(tmp_path / "run", "step")) == before
     assert (
