@@ -293,12 +293,12 @@ def build_controller(
 def _start_of(
     config: RunConfig, context: RunContext, saved_plan: SavedMemoryPlan | None, checkpoint: LoadedCheckpoint | None
 ) -> tuple[Start, set[tuple[int, ...]]]:
-    """Return the settings of the first step, and the splits that ran out of memory on a rank since the checkpoint."""
+    """Return the settings of the first step, and the splits of as many ranks that have failed since the checkpoint."""
     step, folder, ranks = 0 if checkpoint is None else checkpoint.step, context.folder, context.ranks
     # The main rank reads, because files on a network file system may look older on another machine.
     fallbacks = ranks.from_main(fallbacks_after(folder, step) if ranks.is_main else None)
     changes = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
-    failed = {each.failed_split for each in fallbacks if each.failed_split is not None}
+    failed = {split for each in fallbacks if (split := each.failed_split) and len(split) == ranks.world_size}
     start = start_of(
         config,
         EVEN if saved_plan is None else saved_plan.request,

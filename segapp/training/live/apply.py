@@ -132,10 +132,11 @@ class BatchSplit:
         return {"observed": known["peaks"]["measured"], **{key: known[key] for key in ("mode", "failed", "ceiling")}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, without measurements on another number of devices or in another mode."""
+        """Load the result of `state_dict`, without what is known of another number of devices or another mode."""
         num_devices, mode = len(self.current or ()), self.checker.mode
-        is_same = state.get("mode", mode) == mode
-        measured = {tuple(s): tuple(p) for s, p in state["observed"] if is_same and len(s) == num_devices}
+        if state.get("mode", mode) != mode:
+            return
+        measured = {tuple(s): tuple(p) for s, p in state["observed"] if len(s) == num_devices}
         failed = {tuple(split) for split in state["failed"] if len(split) == num_devices}
         ceilings = [each for each in (self.checker.ceiling, state["ceiling"]) if each is not None]
         self.checker = replace(

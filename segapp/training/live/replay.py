@@ -11,7 +11,7 @@ from segapp.config.sections import FALLBACKS, SPLIT_SETTINGS, LiveSettings, auto
 from segapp.errors import CommandError
 from segapp.run.commands import SetCommand, parse_command
 from segapp.run.events import CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
-from segapp.run.files import read_of_run
+from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder
 from segapp.run.words import dots
 from segapp.training.live.changes import Replay
@@ -64,11 +64,11 @@ def fallbacks_after(folder: RunFolder, step: int) -> list[Adopted]:
     return sorted(adopted, key=lambda each: each.step)
 
 
-def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the `settings` of ranks other than the main one, and the time of each, Unix seconds."""
+def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], Path]]:
+    """Yield the `settings` of ranks other than the main one, and the file of each."""
     for path in sorted(folder.reports.glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
-            yield json.loads(read_of_run(path)), path.stat().st_mtime
+            yield json.loads(read_of_run(path)), path
 
 
 def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
@@ -77,19 +77,18 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
     That rank could not emit it, because only the main rank writes events. Call it before the inbox is read, so that the
     command is not carried out again. Its settings other than the split hold from the first step with the split on.
     """
+    reports = [(raw, path) for raw, path in _rank_reports(folder) if not raw.get("is_read")]
+    for raw, path in reports:  # a later change to the same split is another one, and clocks of machines differ
+        with contextlib.suppress(OSError):
+            write_atomic(path, json.dumps({**raw, "is_read": True}) + "\n")
     rare = list(EventReader(folder.events).read_kinds("gpu0_bsz", "command", "epoch_start"))
     change = next((raw for raw in reversed(rare) if raw["type"] == "gpu0_bsz"), None)
     if change is None or change["status"] not in ("pending", "applied") or not change.get("split"):
         return
-    problems = [
-        raw.get("reason") or "a rank ran out of memory"
-        for raw, written_s in _rank_reports(folder)
-        # An older report is about an earlier change to the same split, which was reverted then.
-        if written_s >= change["t"] and change["split"] == raw.get("failed_split")
-    ]
-    if not problems:
+    problem = next((raw.get("reason") for raw, _ in reports if change["split"] == raw.get("failed_split")), None)
+    if problem is None:
         return
-    reason = f"out of memory: split {dots(change['split'])} does not fit: back to the one before ({problems[0]})"
+    reason = f"out of memory: split {dots(change['split'])} does not fit: back to the one before ({problem})"
     asked_for: Any = {name: change.get(name) for name in ("old", "new", "epoch", "id", "is_auto")}
     event_log.emit(Gpu0Bsz(status="reverted", **asked_for, reason=reason))
     asked = next((raw for raw in rare if raw["type"] == "command" and raw.get("id") == change.get("id")), None)

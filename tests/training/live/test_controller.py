@@ -212,6 +212,18 @@ def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
         assert move.split != best.split
 
 
+def test_other_mode_forgets_what_failed() -> None:
+    """Outputs are gathered on device 0 only in dp, so a split that fails there may fit in ddp."""
+    before = BatchSplit(replicated(gpu0_bsz=3), 8, "dp")
+    before.record_failure((5, 2, 1))
+    assert (before.checker.failed, before.checker.ceiling) == ({(5, 2, 1)}, 5)
+    for mode, failed in (("dp", {(5, 2, 1), (2, 3, 3)}), ("ddp", {(2, 3, 3)})):
+        after = BatchSplit(replicated(gpu0_bsz=3), 8, mode)
+        after.record_failure((2, 3, 3))
+        after.load_state_dict(before.state_dict())
+        assert (after.checker.failed, after.checker.ceiling) == (failed, 5 if mode == "dp" else None)
+
+
 @pytest.mark.parametrize(
     ("text", "status", "reason"),
     [
