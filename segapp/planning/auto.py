@@ -26,6 +26,7 @@ from segapp.memory.split_check import tensor_frac
 from segapp.parallel.distributed import Ranks
 from segapp.planning.plan import SimulationPool, plan_memory, ring_mib
 from segapp.planning.trial import trial_step
+from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.run.words import say
@@ -53,9 +54,8 @@ def resolve_auto(
     Raises:
         ConfigError: the memory of the devices is unknown, or nothing fits.
     """
-    if state is not None:
-        config = with_kept(config, state)
-    elif ranks.is_main:
+    config = config if state is None else with_kept(config, state)
+    if ranks.is_main and CheckpointFolder(folder.checkpoints).is_untouched():
         folder.saved_plan.unlink(missing_ok=True)  # of a start that saved nothing, perhaps with another config
     if config.train.precision == "auto":
         own = with_precision(config, devices.devices).train.precision

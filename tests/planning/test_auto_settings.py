@@ -133,6 +133,7 @@ def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
     blocks = ((), ("a",), ("a", "b"))
     saved = SavedMemoryPlan(6, 1, 1, (1, 3, 2), ((1, 3, 2),), ((10.0,) * 3,), 1.0, recompute=blocks)
     saved.write(folder.saved_plan)
+    (folder.checkpoints / "best.pt").touch()
     config = merged(tiny, train={"batch_size": "auto"}, parallel={"gpu0_bsz": "auto"})
     devices = DevicePlan("ddp", (torch.device("cpu"),), "")
     for num, gpu0_bsz, predicted in ((3, 1, (10.0,) * 3), (2, None, ())):
@@ -142,15 +143,21 @@ def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
 
 
 def test_plan_of_a_start_without_steps_is_not_used(tiny, tmp_path):
-    """It may be for another crop or model; only a checkpoint shows that a training used it."""
+    """It may be for another crop or model; only a checkpoint of its own shows that a training of this run used it."""
     folder = RunFolder.create(path=tmp_path / "run")
     SavedMemoryPlan(6, 1, None, (6,), ((6,),), ((10.0,),), 1.0).write(folder.saved_plan)
     config, devices = merged(tiny, train={"batch_size": "auto"}), DevicePlan("single", (torch.device("cpu"),), "")
+    (folder.checkpoints / "best.pt").touch()
     of_checkpoint, _ = resolve_auto(config, {}, folder, devices, [DeviceInfo("cpu")], Ranks())
     assert of_checkpoint.train.batch_size == 6
+    (folder.checkpoints / "best.pt").unlink()
+    of_other_run = {"config": merged(tiny, train={"batch_size": 6}).model_dump()}
+    automatic = merged(tiny, train={"batch_size": "auto"}, parallel={"gpu0_bsz": "auto"})
+    resolved, plan = resolve_auto(automatic, of_other_run, folder, devices, [DeviceInfo("cpu")], Ranks())
+    assert (resolved.train.batch_size, plan) == (6, None)
+    assert not folder.saved_plan.exists(), "the run's screen would show it"
     with pytest.raises(ConfigError, match="there is no GPU"):
         resolve_auto(config, None, folder, devices, [DeviceInfo("cpu")], Ranks())
-    assert not folder.saved_plan.exists(), "the run's screen would show it"
 
 
 @pytest.mark.slow
