@@ -475,9 +475,10 @@ class Peers:
 
 
 def _label(peers: Sequence[tuple[str, int, str]], ranks: Sequence[int]) -> str:
-    """Return "machine node2 (ranks 2 to 3)"."""
-    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"machine {peers[ranks[0]][2]} ({numbers})"
+    """Return "machine node2 (ranks 2 to 3)"; ranks that another launcher has dealt out in turn are listed."""
+    is_row = ranks[-1] - ranks[0] == len(ranks) - 1 > 0
+    numbers = f"{ranks[0]} to {ranks[-1]}" if is_row else ", ".join(map(str, ranks))
+    return f"machine {peers[ranks[0]][2]} (rank{'s' * (len(ranks) > 1)} {numbers})"
 
 
 def peer_limit_s() -> float:

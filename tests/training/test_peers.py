@@ -42,19 +42,21 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("rank", "names"),
+    ("hosts", "rank", "names"),
     [
-        (0, [["machine b (rank 2)", "machine c (ranks 3 to 4)"]]),
-        (1, []),
-        (2, [["machine a (ranks 0 to 1)", "machine c (ranks 3 to 4)"]]),
+        ("aabcc", 0, [["machine b (rank 2)", "machine c (ranks 3 to 4)"]]),
+        ("aabcc", 1, []),
+        ("aabcc", 2, [["machine a (ranks 0 to 1)", "machine c (ranks 3 to 4)"]]),
+        ("abacba", 0, [["machine b (ranks 1, 4)", "machine c (rank 3)"]]),  # srun --distribution=cyclic
+        ("abacba", 3, [["machine a (ranks 0, 2, 5)", "machine b (ranks 1, 4)"]]),
     ],
 )
 def test_first_rank_of_a_machine_watches_the_other_machines(
-    rank: int, names: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    hosts: str, rank: int, names: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Mock()
     monkeypatch.setattr(launch, "PeerWatch", watch)  # which would need the store of a job
-    Peers(rank, [(f"id-{host}", 7, host) for host in "aabcc"], HashStore, 8, 30.0)
+    Peers(rank, [(f"id-{host}", 7, host) for host in hosts], HashStore, 8, 30.0)
     assert [sorted(call.args[2].values()) for call in watch.call_args_list] == names
     assert all(call.args[1] not in call.args[2] and call.kwargs["limit_s"] == 30.0 for call in watch.call_args_list)
 
