@@ -4,6 +4,7 @@ Without color, they are drawn in characters and letters. The file of an evaluati
 prediction and its target next to each other, in the colors of the classes. Another file is shown as a whole.
 """
 
+import contextlib
 import re
 import string
 from collections.abc import Sequence
@@ -105,6 +106,8 @@ class PictureView(StripWidget):
         self._has_color = has_color
         self._paths: dict[PictureKey, Path] = {}
         self._shown: PictureKey | None = None
+        self._written_ns: int | None = None
+        """When the shown file was written; an evaluation that a resume repeats writes it again."""
         self._names: dict[Rgb, str] = {}
 
     def show(self, paths: list[Path], view: View) -> None:
@@ -140,9 +143,12 @@ class PictureView(StripWidget):
         return min((p for p in self._paths if p.epoch == epoch), key=lambda p: abs(p.image - image), default=None)
 
     def _announce(self) -> None:
+        self._written_ns = None
         if self._shown is None:
             self.border_subtitle = Content("none yet")
         else:
+            with contextlib.suppress(OSError):
+                self._written_ns = self._paths[self._shown].stat().st_mtime_ns
             epochs, images = [epoch for epoch in self._epochs() if epoch], self._images(self._shown.epoch)
             at = "the first batch as the model sees it"
             if self._shown.epoch:
@@ -153,7 +159,7 @@ class PictureView(StripWidget):
             self.refresh()
 
     def key(self) -> tuple[object, ...]:
-        return (self._shown and self._paths.get(self._shown), self.content_size, len(self._names))
+        return (self._shown and self._paths.get(self._shown), self._written_ns, self.content_size, len(self._names))
 
     def build(self) -> list[Strip]:
         """Return the labeled pictures with their legend, or why there are none."""

@@ -65,16 +65,14 @@ class RunsScreen(Screen[RunFolder | None]):
     def on_mount(self) -> None:
         self.watch(self.query_one("#run-lines"), "scroll_y", self._show_rows, init=False)
         self._tick()
-        self.set_interval(1.0, self._tick)
 
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._show)
 
     def _tick(self) -> None:
         is_reading = self.runs.poll()
-        if is_reading:
-            self.set_timer(0.01, self._tick)
         self._show(is_reading=is_reading)
+        self.set_timer(0.01 if is_reading else 1.0, self._tick)
 
     def _show(self, *, is_reading: bool = False) -> None:
         """Show the title and the visible rows; others are made when they are scrolled into view."""

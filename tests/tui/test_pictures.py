@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -87,3 +88,25 @@ def test_keys_show_other_evaluations_and_other_images(run: RecordedRun) -> None:
         assert "epoch_0005_1.png  evaluation 5 of 5  image 2 of 3" in screen_text(app), "the newest is followed"
 
     run_screen(run, act)
+
+
+def test_picture_of_a_repeated_evaluation_is_drawn_anew(run: RecordedRun) -> None:
+    """A resume from before an evaluation writes its pictures again, under the same names."""
+    newest = run.folder.samples / "epoch_0003_0.png"
+    written_ns, drawn = newest.stat().st_mtime_ns, newest.read_bytes()
+    newest.write_bytes(b"\x89PNG no")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "i")
+        assert "cannot be shown" in screen_text(app)
+        newest.write_bytes(drawn)
+        os.utime(newest, ns=(written_ns, written_ns))
+        await press(app, pilot)
+        assert "target" in screen_text(app)
+        before = screen_text(app)
+        shutil.copy(run.folder.samples / "epoch_0001_2.png", newest)
+        await press(app, pilot)
+        assert screen_text(app) != before
+        assert "epoch_0003_0.png  evaluation 3 of 3" in screen_text(app)
+
+    run_screen(run, act, ascii_only=True)

@@ -13,10 +13,9 @@ import pytest
 from textual.pilot import Pilot
 
 from segapp.run.folder import RunFolder
-from segapp.tui import runs_screen
 from segapp.tui.app import MonitorApp
 from segapp.tui.chart import LossChart, RunsChart
-from segapp.tui.runs_screen import columns_of, run_row
+from segapp.tui.runs_screen import RunsScreen, columns_of, run_row
 from segapp.view.runs import FollowedRun, RunList, run_state
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import Clock, RecordedRun
@@ -166,15 +165,42 @@ def test_list_says_which_run_won_and_in_what_it_differs(tmp_path: Path) -> None:
     assert f"★{best:.3f} (11/11)" in rows["b"]
 
 
-async def list_with_all_runs(app: MonitorApp, pilot: Pilot[None]) -> runs_screen.RunsScreen:
+async def list_with_all_runs(app: MonitorApp, pilot: Pilot[None]) -> RunsScreen:
     """Return the list of runs after it has read and drawn every run."""
     listed = app.screen
-    assert isinstance(listed, runs_screen.RunsScreen)
+    assert isinstance(listed, RunsScreen)
     while listed.runs.poll(budget_s=60.0):
         pass
-    listed._tick()
+    listed._show()
     await pilot.pause()
     return listed
+
+
+def test_list_has_one_timer_however_long_it_reads(runs: list[RecordedRun], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys would wait behind the rounds of every further chain of timers."""
+    set_timer, set_interval = RunsScreen.set_timer, RunsScreen.set_interval
+    once, always = list[float](), list[float]()
+
+    def instead(armed: list[float], arm: Any) -> Any:
+        def note(screen: RunsScreen, delay_s: float, callback: Any = None, **named: Any) -> Any:
+            return armed.append(delay_s) if callback == screen._tick else arm(screen, delay_s, callback, **named)
+
+        return note
+
+    monkeypatch.setattr(RunsScreen, "set_timer", instead(once, set_timer))
+    monkeypatch.setattr(RunsScreen, "set_interval", instead(always, set_interval))
+
+    async def act(app: MonitorApp, _: Pilot[None]) -> None:
+        listed = app.screen
+        assert isinstance(listed, RunsScreen)
+        for is_reading in (True, True, False, True):
+            monkeypatch.setattr(listed.runs, "poll", lambda is_reading=is_reading: is_reading)
+            assert len(once) + len(always) == 1
+            once.clear()  # it ends
+            listed._tick()
+            assert (*once, *always) == (0.01 if is_reading else 1.0,)
+
+    run_screen(LiveSource(runs[0].folder), act, starts_with_list=True)
 
 
 def test_preview_follows_the_cursor_on_one_scale(tmp_path: Path) -> None:
