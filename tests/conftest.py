@@ -242,7 +242,9 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tiny_root: Path) -> dict[str, Any]:
-    """A config as nested plain values: 3 epochs of 5 steps in well under a second a step."""
+    """A config as nested plain values: 3 epochs of 5 steps of some milliseconds."""
+    from tests.support.runs import MODEL
+
     return {
         "name": "tiny",
         "seed": 3,
@@ -253,7 +255,7 @@ def tiny(tiny_root: Path) -> dict[str, Any]:
             "crop_px": [24, 40],
             "workers": 0,
         },
-        "model": {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_small", "aux": False},
+        "model": MODEL,
         "optim": {"name": "adamw", "lr": 0.001},
         "schedule": {"warmup_steps": 3},
         "train": {"epochs": 3, "batch_size": 2, "ema": 0.9},

@@ -123,12 +123,12 @@ class Net(nn.Sequential):
 """
 
 
-def test_plan_of_a_small_network_is_made(folder):
+def test_plan_of_a_small_network_is_made(folder, tiny):
     """Only one: a plan takes seconds, in processes of its own."""
     (folder / "net.py").write_text(NETWORK)
-    network = ["model.library=python", "model.name=net.py:Net", "model.encoder=null", "model.aux=false"]
+    (folder / "tiny.yaml").write_text(yaml.safe_dump({**tiny, "model": {"library": "python", "name": "other.py:Net"}}))
     loading = ["data.workers=3", "data.crop_px=[240,400]", "train.accumulate=3"]
-    done = segapp("plan", "--config", "tiny.yaml", *network, *loading, "--gpus", "1GiB", "--json", cwd=folder)
+    done = segapp("plan", "--config", "tiny.yaml", "model.name=net.py:Net", *loading, "--gpus", "1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (row,) = found["rows"]

@@ -132,9 +132,10 @@ def test_each_run_gets_its_own_complete_config(place: Path) -> None:
 
 def test_runs_of_all_lengths_have_one_momentum(place: Path, tiny: dict[str, Any]) -> None:
     """Of MobileNetV3's 0.01 and the head's 0.1. The own values would suit 20,000 steps, but not 2,000."""
-    for name, value in (("mobile", "auto"), ("named", 0.3)):
-        (place / f"{name}.yaml").write_text(dump_config(merged(tiny, train={"bn_momentum": value})))
-    path, runs = plan_sweep(["train.epochs=400,4000", "seed=0,1"], ["mobile.yaml", "named.yaml", "tiny.yaml"])
+    model = {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_small", "options": {}}
+    for name, train in (("mobile", {"bn_momentum": "auto"}), ("named", {"bn_momentum": 0.3}), ("silent", {})):
+        (place / f"{name}.yaml").write_text(dump_config(merged(tiny, model=model, train=train)))
+    path, runs = plan_sweep(["train.epochs=400,4000", "seed=0,1"], ["mobile.yaml", "named.yaml", "silent.yaml"])
     save_sweep(path, runs)
     found = {run.name: load_config(run.stored_config).train.bn_momentum for run in runs}
     assert found == {name: 0.3 if name.startswith("named") else 0.1 for name in found}

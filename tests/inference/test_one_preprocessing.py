@@ -25,7 +25,7 @@ from segapp.inference.workspace import HostLimit
 from segapp.report.images import predict_pair
 from tests.support.runs import merged, train
 
-OWN = {"library": "python", "name": "tests.support.own_parts:PaddedNet"}  # its sides are multiples of 8
+OWN = {"library": "python", "name": "tests.support.own_parts:PaddedNet", "options": {}}  # its sides are multiples of 8
 PADDED = {  # its sides are multiples of 16
     "library": "smp",
     "name": "DeepLabV3Plus",

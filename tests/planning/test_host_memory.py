@@ -134,13 +134,13 @@ def limited(folder: Path, total_mib: int, used_mib: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(resources.psutil, "swap_memory", lambda: type("Swap", (), {"total": 0}))
 
 
-CONTAINER: dict[str, Any] = {"data": {"crop_px": [48, 64]}, "train": {"batch_size": 3, "steps": 1, "epochs": 1}}
+CONTAINER: dict[str, Any] = {"data": {"crop_px": [96, 120]}, "train": {"batch_size": 3, "steps": 1, "epochs": 1}}
 
 
 def test_a_run_in_a_small_container_ends_before_its_first_step(tiny, tmp_path, monkeypatch):
-    """The prediction is a real one: 31 MiB for 3 crops of 48 x 64 px."""
-    limited(tmp_path / "small", 20, 1, monkeypatch)
-    with pytest.raises(ConfigError, match=r"a step of 3 crops of 48 x 64 px .* of 20 MiB of memory, 19 MiB") as caught:
+    """The prediction is a real one: 31 MiB for 3 crops of 144 x 200 px."""
+    limited(tmp_path / "small", 5, 1, monkeypatch)
+    with pytest.raises(ConfigError, match=r"a step of 3 crops of 96 x 120 px .* of 5 MiB of memory, 4 MiB") as caught:
         train(merged(tiny, **CONTAINER), tmp_path / "run")
     assert caught.value.topic == "out-of-memory"
     assert not (tmp_path / "run").exists()

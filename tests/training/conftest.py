@@ -7,14 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import MODEL
-
-
-@pytest.fixture
-def tiny(tiny: dict[str, Any]) -> dict[str, Any]:
-    """The config of the other tests with a shallow network, which has dropout."""
-    return {**tiny, "model": MODEL}
-
 
 @pytest.fixture(scope="module")
 def base(tiny_root: Path) -> dict[str, Any]:
