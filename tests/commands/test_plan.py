@@ -127,8 +127,8 @@ def test_plan_of_a_small_network_is_made(folder, tiny):
     """Only one: a plan takes seconds, in processes of its own."""
     (folder / "net.py").write_text(NETWORK)
     (folder / "tiny.yaml").write_text(yaml.safe_dump({**tiny, "model": {"library": "python", "name": "other.py:Net"}}))
-    loading = ["data.workers=3", "data.crop_px=[240,400]", "train.accumulate=3"]
-    done = segapp("plan", "--config", "tiny.yaml", "model.name=net.py:Net", *loading, "--gpus", "1GiB", "--json", cwd=folder)
+    words = ["model.name=net.py:Net", "data.workers=3", "data.crop_px=[240,400]", "train.accumulate=3"]
+    done = segapp("plan", "--config", "tiny.yaml", *words, "--gpus", "1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (row,) = found["rows"]

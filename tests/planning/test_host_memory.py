@@ -138,7 +138,7 @@ CONTAINER: dict[str, Any] = {"data": {"crop_px": [96, 120]}, "train": {"batch_si
 
 
 def test_a_run_in_a_small_container_ends_before_its_first_step(tiny, tmp_path, monkeypatch):
-    """The prediction is a real one: 31 MiB for 3 crops of 144 x 200 px."""
+    """The prediction is a real one, of more than 4 MiB."""
     limited(tmp_path / "small", 5, 1, monkeypatch)
     with pytest.raises(ConfigError, match=r"a step of 3 crops of 96 x 120 px .* of 5 MiB of memory, 4 MiB") as caught:
         train(merged(tiny, **CONTAINER), tmp_path / "run")
