@@ -73,25 +73,6 @@ def test_scale_and_flip_take_their_whole_range() -> None:
     assert 0.4 < (slopes < 0).mean() < 0.6
 
 
-@pytest.mark.parametrize(
-    ("options", "scale"), [({}, 1), ({"hflip": 1.0}, 1), ({"scale": (0.8, 0.8)}, 0.8), ({"scale": (1.7, 1.7)}, 1.7)]
-)
-def test_whole_image_matches_plain_resize(options: dict[str, Any], scale: float) -> None:
-    """By `scale` or `resize_px`; without options nothing is changed, and hflip mirrors."""
-    image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
-    turn = -1 if "hflip" in options else 1
-    size = round(40 * scale), round(60 * scale)
-    wanted = cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)[:, ::turn]
-    target = cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT)[:, ::turn]
-    for transform in (
-        standard(size, **{**PLAIN, **options}),
-        standard(size, **{**PLAIN, **options, "scale": (1.0, 1.0)}, resize_px=size),
-    ):
-        found = transform(image, mask, 0)
-        np.testing.assert_array_equal(found[0], wanted)
-        np.testing.assert_array_equal(found[1], target)
-
-
 # --- the share of one class
 
 

@@ -21,10 +21,9 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.windows import compare_ranges
 from segapp.datasets.inspection import SplitReport, check_ranges, examine
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
-from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import read_masks, summary_of_ids
+from segapp.datasets.masks import summary_of_ids
 from segapp.datasets.own_data import OwnData
-from segapp.datasets.targets import Targets, read_targets
+from segapp.datasets.targets import read_targets
 from segapp.errors import DataError
 from tests.support.runs import draw_scene
 
@@ -189,11 +188,6 @@ def test_classes_with_few_pixels_are_rare(tmp_path: Path, counts_pixels: bool, s
     assert val == ["class without a pixel in the 1 mask of split val: a"]
 
 
-def read_split(pairs: Sequence[ImagePair], px_of_mask: int = SIZE[0] * SIZE[1], *, is_training: bool = True) -> Targets:
-    total_px = len(pairs) * px_of_mask
-    return read_targets(pairs, "train", SCHEME, total_px=total_px, is_training=is_training)
-
-
 Said = Callable[..., tuple[int, str]]
 
 
@@ -334,7 +328,7 @@ def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     assert "start at 1" in unknown.cause
     pairs = find_pairs(DataLocation("folder", str(root)), "train")
     with pytest.raises(DataError, match=r"so do 9 more of the 12 masks read: The ids seem to start at 1"):
-        read_split(pairs)
+        read_targets(pairs, "train", SCHEME, total_px=len(pairs) * SIZE[0] * SIZE[1], is_training=True)
 
 
 class OwnMasks:
@@ -357,19 +351,3 @@ def test_masks_of_own_data_are_counted_and_their_ids_checked() -> None:
     assert report.unknown_ids.pixels == {7: 3}
     (found,) = [each for each in report.findings if each.kind == "ids"]
     assert "train[1]" in found.message
-
-
-def test_training_checks_a_sample_of_a_large_data_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = find_pairs(DataLocation("folder", str(root)), "train")
-    read_names: list[str] = []
-
-    def count(paths: Sequence[Path], scheme: ClassScheme) -> Any:
-        read_names.append(paths[0].name)
-        return [read_masks(paths, scheme)]
-
-    monkeypatch.setattr("segapp.datasets.targets.mask_blocks", count)
-    assert read_split(pairs, 2**26).num_read == 1
-    assert read_names == ["03.png"]
-    read_names.clear()
-    assert read_split(pairs, 2**24).num_read == 4
-    assert read_names == ["03.png", "10.png", "20.png", "55.png"]

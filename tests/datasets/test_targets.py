@@ -153,7 +153,7 @@ def drawn_sets(draw: st.DrawFn) -> tuple[list[list[int]], list[str], dict[int, i
     return masks, [f"class {number}" for number in range(num_classes)], label_map, ignore_index
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(drawn_sets())
 def test_refusal_alerts_and_shares_follow_from_the_pixels(
     tmp_path_factory: pytest.TempPathFactory, drawn: tuple[list[list[int]], list[str], dict[int, int] | None, int]

@@ -69,7 +69,7 @@ CVAT = {"label": "text of a label", "z_order": "z_order", "//1.name": "text of a
 
 FIELDS: dict[str, dict[str, str]] = {
     "COCO": COCO | {"segmentation.0": "outline of pairs", "segmentation.0.3": "number"},
-    "COCO runs": COCO | dict.fromkeys(
+    "COCO runs": dict.fromkeys(
         ("segmentation.size", "segmentation.size.0", "segmentation.counts", "segmentation.counts.2"), "runs"),
     "COCO text": {"segmentation.counts": "runs"},
     "labelme": LABELME | POLYGON,
@@ -186,11 +186,10 @@ SORTS: dict[str, dict[str, str]] = {
     "cell of a side": verdicts("refused", drawn="empty text nan inf negative"),
 }
 """Sort of a field -> value -> verdict, in all formats."""
-CELLS = [
-    pytest.param(name, place, sort, id=f"{name}-{place or 'object'}")
-    for name, fields in FIELDS.items()
-    for place, sort in fields.items()
-]
+CELLS = [(name, place, sort) for name, fields in FIELDS.items() for place, sort in fields.items()]
+FIRST = {cell[2]: cell for cell in reversed(CELLS)}
+FEW = ("missing", "null", "text", "nan", "huge", "repeated")
+"""The values of fields whose sort another format has already: each program has its own code, of equal verdicts."""
 
 
 def images_in(root: Path, size: tuple[int, int] = (HEIGHT, WIDTH)) -> Path:
@@ -243,20 +242,19 @@ def problem_of(name: str, place: str, value: Any, verdict: str, folder: Path) ->
     return "" if fits.get(verdict) else f"drawn: {said}"
 
 
-@pytest.mark.parametrize(("name", "place", "sort"), CELLS)
+@pytest.mark.parametrize(
+    ("name", "place", "sort"), CELLS, ids=[f"{name}-{place or 'object'}" for name, place, _ in CELLS]
+)
 def test_each_odd_value_has_its_verdict(name: str, place: str, sort: str, tmp_path: Path) -> None:
     values = TEXTS if name.startswith(("CVAT", "YOLO", "table")) else tuple(VALUES)
+    is_first = FIRST[sort] == (name, place, sort)
     wrong = {
         value: f"{SORTS[sort][value]}? {problem}"
         for value in values
-        if (problem := problem_of(name, place, VALUES[value], SORTS[sort][value], tmp_path / value.replace(" ", "_")))
+        if (is_first or value in FEW)
+        and (problem := problem_of(name, place, VALUES[value], SORTS[sort][value], tmp_path / value.replace(" ", "_")))
     }
     assert not wrong, "\n".join(f"{value}: {problem}" for value, problem in wrong.items())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_sound_fields_are_drawn_as_by_hand(name: str, tmp_path: Path) -> None:
-    assert not problem_of(name, "", lambda value: value, "drawn", tmp_path)
 
 
 def in_shares(one: dict[str, Any]) -> dict[str, Any]:
@@ -268,13 +266,10 @@ def in_shares(one: dict[str, Any]) -> dict[str, Any]:
 CASES: dict[str, tuple[str, str, Any, str]] = {
     # fields of an object
     "a circle of labelme": ("labelme", "shape_type", "circle", "left out"),
-    "a line of labelme": ("labelme", "shape_type", "linestrip", "left out"),
     "points of labelme": ("labelme", "shape_type", "points", "other"),
     "a polyline of CVAT": ("CVAT", "kind", "polyline", "left out"),
-    "a skeleton of CVAT": ("CVAT", "kind", "skeleton", "left out"),
     "points of CVAT": ("CVAT", "kind", "points", "other"),
     "a line of Supervisely": ("Supervisely", "geometryType", "line", "left out"),
-    "a graph of Supervisely": ("Supervisely", "geometryType", "graph", "left out"),
     "a point of Supervisely": ("Supervisely", "geometryType", "point", "other"),
     "key points of Label Studio": ("Label Studio", "type", "keypointlabels", "other"),
     "an outline without a label": ("Label Studio", "type", "polygon", "left out"),
@@ -297,24 +292,18 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "a flat segmentation": ("COCO", "segmentation", lambda rings: rings[0], "left out"),
     "an empty ring": ("COCO", "segmentation", [[]], "left out"),
     "three equal corners": ("COCO", "segmentation.0", [9, 8, 9, 8, 9, 8], "left out"),
-    "three equal corners of labelme": ("labelme", "points", [[9, 8]] * 3, "left out"),
     "a box without a width": ("CVAT box", "xbr", 8, "left out"),
     "a box without a height": ("Label Studio box", "value.height", 0, "left out"),
     "shares in COCO": ("COCO", "//annotations", lambda all: [*map(in_shares, all)], "left out"),
-    "shares in labelme": ("labelme", "/shapes", lambda all: [
-        one | {"points": [[x / WIDTH, y / HEIGHT] for x, y in one["points"]]} for one in all], "left out"),
     "shares in Label Studio": ("Label Studio", "/annotations.1.result", lambda all: [one | {"value": {**one["value"],
         "points": [[x / 100, y / 100] for x, y in one["value"]["points"]]}} for one in all], "left out"),
     "a corner that is far": ("labelme", "points.1.0", 2**29, "left out"),
     "runs of no pixel": ("COCO runs", "segmentation.counts", [HEIGHT * WIDTH], "left out"),
-    "runs of another size": ("COCO text", "segmentation.size", [WIDTH, HEIGHT], "left out"),
-    "runs that end early": ("COCO text", "segmentation.counts", lambda text: text[:-2], "left out"),
     "a number of too many letters": ("COCO text", "segmentation.counts", lambda text: (
         f"{text[0]}{chr(ord(text[1]) + 32)}{'P' * 11}1{text[2:]}"), "left out"),
     "runs of an unknown letter": ("COCO text", "segmentation.counts", lambda text: "~" + text, "left out"),
     "negative sides": ("CVAT mask", "", lambda one: one | {"width": -5, "height": -5}, "left out"),
     "a fraction of a pixel": ("Supervisely bitmap", "bitmap.origin", [8.5, 6], "left out"),
-    "a bitmap that is cut off": ("labelme mask", "mask", lambda text: text[:-24], "left out"),
     "a box of four numbers": ("YOLO", "", lambda line: line[:5], "left out"),
     "a box with its confidence": ("YOLO", "", lambda line: line[:6], "left out"),
     "a class with a fraction": ("YOLO", "0", 1.5, "left out"),
@@ -331,9 +320,6 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "another ratio": ("CVAT", "//1.width", WIDTH + 9, "left out"),
     "another image": ("labelme", "/imagePath", "other.jpg", "absent"),
     "a path of Windows": ("labelme", "/imagePath", f"C:\\photos\\{CHANGED}.jpg", "drawn"),
-    "a size as a list": ("Supervisely", "/size", [HEIGHT, WIDTH], "refused"),
-    "a task without data": ("Label Studio", "/data", {"id": 7}, "refused"),
-    "an annotation without a result": ("Label Studio", "/annotations.1", {"was_cancelled": False}, "refused"),
     "an empty annotation is the first": ("Label Studio", "/annotations", lambda all: [{"result": []}, *all], "drawn"),
     "canceled as text": ("Label Studio", "/annotations.1.was_cancelled", "false", "drawn"),
     "a caption before the image": ("Label Studio", "/data", lambda data: {"caption": "a car"} | data, "drawn"),
@@ -347,16 +333,9 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "two ids of one name": ("COCO", "//categories", lambda all: [*all, {"id": 30, "name": "car"}], "refused"),
     "a category twice": ("COCO", "//categories", lambda all: [*all, dict(all[0])], "drawn"),
     "an id with two names": ("COCO", "//categories.1.id", 5, "refused"),
-    "a category that is a text": ("COCO", "//categories.1", "car", "refused"),
     "categories by name": ("COCO", "//categories", {"road": 5, "car": 9, "sign": 13}, "refused"),
-    "a category with a fraction": ("COCO", "//categories.1.id", 9.5, "refused"),
-    "no categories": ("COCO", "//categories", [], "refused"),
     "images by name": ("COCO", "//images", {"a": 1}, "refused"),
-    "an object that is a list": ("COCO", "//annotations.4", [4], "refused"),
     "a task that is a number": ("Label Studio", "//1", 7, "refused"),
-    "shapes by name": ("labelme", "/shapes", {"car": []}, "refused"),
-    "a file without shapes": ("labelme", "/shapes", MISSING, "refused"),
-    "objects that are a text": ("Supervisely", "/objects", "car", "refused"),
     "a row with a cell more": ("table", "", lambda row: [*row, "7"], "refused"),
 }  # fmt: skip
 """Format, place, value and verdict."""

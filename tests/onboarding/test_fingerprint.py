@@ -164,9 +164,9 @@ def test_pass_over_the_masks_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured(tmp_path, masks).num_masks == 11
     monkeypatch.setattr(fingerprint, "MAX_PX", 9 * SIZE[0] * SIZE[1])
     assert measured(tmp_path, masks).num_masks == 9
-    ids = np.zeros((3000, 2100), np.int64)
-    ids[:476], ids[2524:] = 1, 2
+    ids = np.zeros((2100, 2060), np.int64)
+    ids[:26], ids[2074:] = 1, 2
     found = measure_ids(ids, 4)
-    assert found.pixels[:3].tolist() == [2048 * 2100, 476 * 2100, 476 * 2100]
+    assert found.pixels[:3].tolist() == [2048 * 2060, 26 * 2060, 26 * 2060]
     assert found.on_grids[2, 0].tolist() == [2048 * 2048, 0, 0, 0]
     assert found.profiles[2, 0].argmax() == 3

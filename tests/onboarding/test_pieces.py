@@ -42,11 +42,9 @@ def save(path: Path, plane: Plane) -> None:
 
 
 FOLDERS = {
-    "masks/{class}/{}.png": "images/{}.jpg",
     "annotations/masks/{class}/{split}/{}.png": "images/{split}/{}.jpg",
     "{split}/labels/{class}/{}.png": "{split}/images/rgb/{}.jpg",
     "masks/{}_{class}.png": "images/{}.jpg",
-    "all/{}_{class}.png": "all/{}.jpg",
 }
 
 

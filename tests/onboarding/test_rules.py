@@ -31,10 +31,12 @@ def written(
     has_weights: bool = False,
     num_train: int = 67,
     sizes_px: Sequence[tuple[int, int]] = ((300, 500),),
+    has_up: bool = True,
+    has_sides: bool = True,
 ) -> tuple[dict[str, Any], str]:
     """Returns the config for a fingerprint, and its text."""
     names = tuple("abcdefgh"[: len(shares)])
-    fingerprint = Fingerprint(61, False, tuple(shares), {4: tuple(kept_4), 8: tuple(kept_8)}, True, True)
+    fingerprint = Fingerprint(61, False, tuple(shares), {4: tuple(kept_4), 8: tuple(kept_8)}, has_up, has_sides)
     pairs = [Pair(f"{number}.png", f"{number}.png") for number in range(num_train)]
     facts = Facts(
         name="x",
@@ -103,7 +105,35 @@ def test_lengths_rates_and_batches_are_of_the_device() -> None:
     assert "5  # all images: 8 for each of 2 GPUs would be more;" in text
 
 
-def test_crop_is_of_the_smallest_tenth_of_the_images() -> None:
-    """Each side by itself: one of ten images may be smaller."""
-    sizes_px = [(100, 220), *[(230, 170)] * 2, *[(400, 500)] * 7]
-    assert written(sizes_px=sizes_px)[0]["data"]["crop_px"] == [224, 160]
+@pytest.mark.parametrize(
+    ("machine", "sizes_px", "crop_px"),
+    [
+        (TWO_GPUS, [(700, 1000)], [512, 512]),
+        (TWO_GPUS, [(901, 1000)], [768, 768]),
+        (CPU, [(901, 1000)], [256, 256]),
+        (CPU, [(200, 400)], [192, 256]),
+        (CPU, [(100, 220), *[(230, 170)] * 2, *[(400, 500)] * 7], [224, 160]),  # one of ten may be smaller
+    ],
+)
+def test_crop_is_what_the_device_and_most_images_afford(
+    machine: Machine, sizes_px: list[tuple[int, int]], crop_px: list[int]
+) -> None:
+    assert written(sizes_px=sizes_px, machine=machine)[0]["data"]["crop_px"] == crop_px
+
+
+@pytest.mark.parametrize(
+    ("size", "has_up", "has_sides", "flips"),
+    [
+        ((64, 64), False, False, ["D4"]),
+        ((64, 96), False, False, ["HorizontalFlip", "VerticalFlip"]),  # quarter turns need a square crop
+        ((64, 64), False, True, ["HorizontalFlip", "VerticalFlip"]),
+        ((64, 64), True, False, None),
+    ],
+)
+def test_flips_are_what_the_masks_and_the_crop_allow(
+    size: tuple[int, int], has_up: bool, has_sides: bool, flips: list[str] | None
+) -> None:
+    """Little zoom goes with them: an object that is seen from above has one size."""
+    section = written(sizes_px=[size], has_up=has_up, has_sides=has_sides)[0]["data"]
+    zoom, color = {"ScaledCrop": {"scale": [0.75, 1.33]}}, {"PhotometricChange": {}}
+    assert section.get("augment") == (flips and [zoom, *({flip: {}} for flip in flips), color])

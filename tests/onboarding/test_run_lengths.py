@@ -144,17 +144,12 @@ def test_rows_of_an_image_are_united(tmp_path: Path) -> None:
     assert "1 images without a row, such as train_v2/0010.jpg, are not used" in "\n".join(result.lines)
 
 
-def clouds(root: Path) -> None:
-    rows = []
-    for name in NAMES:
-        draw_image(root / "train_images" / f"{name}.jpg")
-        rows += [(f"{name}.jpg", "Fish", runs_of(disk(name)))]
-        rows += [(f"{name}.jpg", "Sugar", runs_of(np.roll(disk(name), 3, 1))), (f"{name}.jpg", "Gravel", "")]
-    table(root / "train.csv", ("Image", "Label", "EncodedPixels"), rows)
-
-
 def test_overlapping_classes_are_refused(tmp_path: Path) -> None:
-    clouds(tmp_path / "d")
+    for name in NAMES:
+        draw_image(tmp_path / "d" / "train_images" / f"{name}.jpg")
+    shifts = (("Fish", 0), ("Sugar", 3), ("Gravel", 60))
+    rows = [(f"{name}.jpg", kind, runs_of(np.roll(disk(name), by, 1))) for name in NAMES for kind, by in shifts]
+    table(tmp_path / "d" / "train.csv", ("Image", "Label", "EncodedPixels"), rows)
     with pytest.raises(ConfigError, match="of the labeled pixels belong to several classes: list a mask for each"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 

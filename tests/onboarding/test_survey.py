@@ -123,7 +123,7 @@ def content_of(values: dict[int, int], *, num_all: int = 100) -> MaskContent:
         ([1, 2, 3], 100, "class_1 class_2 class_3", {1: 0, 2: 1, 3: 2}),
         ([1, 2, 3], 101, "class_0 class_1 class_2 class_3", {}),  # 0 may be in the masks that were not read
         ([1, 3], 100, "class_0 class_1 class_2 class_3", {}),
-        ([0, 1, 300], 100, "class_0 class_1 class_300", {0: 0, 1: 1, 300: 2}),
+        ([0, 255, 300], 100, "class_0 class_255 class_300", {0: 0, 255: 1, 300: 2}),
     ],
 )
 def test_unnamed_ids_are_classes_from_zero(

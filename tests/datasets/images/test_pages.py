@@ -24,9 +24,8 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import pixels_of, read_image
 from segapp.datasets.images.windows import image_windows, measure_pixels
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.band_data import write_band_data
-from tests.support.drawn_folders import IDS, SIZE, draw_mask, proposed
+from tests.support.drawn_folders import SIZE, draw_mask
 
 pytest.importorskip("rasterio")
 
@@ -118,37 +117,14 @@ def test_damaged_chain_of_pages_ends(tmp_path: Path) -> None:
     assert len(tags.pages) == 2
 
 
-def drawn(root: Path, dtypes: list[str], *axes: str, shape: tuple[int, ...] = (), **options: Any) -> None:
-    for number, dtype in enumerate(dtypes):
-        metadata = {"metadata": {"axes": axes[0]}} if axes else {}
-        pixels = np.random.default_rng(number).integers(0, 200, (*shape, *SIZE)).astype(dtype)
-        if shape == (4,) and not axes:  # RGB and near infrared, which writers mark as opacity or not at all
-            pixels = np.moveaxis(pixels, 0, -1)
-            metadata["extrasamples"] = ["unassalpha" if number % 2 else "unspecified"]
-        write(root / "images" / f"{number:04}.tif", pixels, **metadata, **options)
-        draw_mask(root / "masks" / f"{number:04}.png", IDS)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_bands", "axes", "options"),
-    [("uint16", 2, ["CYX"], {"ome": True}), ("uint8", 4, [], {"photometric": "rgb"})],
-)
-def test_init_writes_the_bands_of_channels(
-    dtype: str, num_bands: int, axes: list[str], options: dict[str, Any], tmp_path: Path
-) -> None:
-    drawn(tmp_path / "d", [dtype] * 8, *axes, shape=(num_bands,), **options)
-    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert (config.data.bands, config.data.dtype) == (tuple(range(1, num_bands + 1)), dtype)
-    assert config.data.value_range is not None
-    assert len(config.data.value_range) == num_bands
-    assert f"images: {dtype} of {num_bands} bands" in " ".join(result.lines)
-
-
-def test_init_names_the_pixels_that_differ(tmp_path: Path) -> None:
-    drawn(tmp_path / "d", ["uint16"] * 6 + ["uint8"] * 2)
-    said = r"differ in bands or type: 6 are uint16 with 1 band, such as .*; 2 are uint8 with 1 band, such .*0006"
-    with pytest.raises(DataError, match=said):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+def test_fourth_band_is_a_band_however_it_is_marked(tmp_path: Path) -> None:
+    """RGB and near infrared, which writers mark as opacity or not at all."""
+    paths = [
+        write(tmp_path / f"{mark}.tif", np.moveaxis(planes(4), 0, -1), photometric="rgb", extrasamples=[mark])
+        for mark in ("unassalpha", "unspecified", "assocalpha")
+    ]
+    found = measure_pixels(paths)
+    assert (found.bands, found.dtype) == ((1, 2, 3, 4), "uint16")
 
 
 def percentiles(root: Path) -> list[list[int]]:
