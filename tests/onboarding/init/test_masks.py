@@ -71,7 +71,7 @@ def test_nodata_of_masks_is_ignored_if_two_classes_remain(
     values: list[int], nodata: int, names: str | None, expected: list[str], label_map: dict[int, int] | None, said: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(NAMES[:6]):
         draw_image(tmp_path / "d" / "images" / f"{name}.jpg")
         mask = moved(striped(values, [20, 16], np.float32 if min(values) < 0 else np.uint8), number)
         (tmp_path / "d" / "masks").mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def test_nodata_of_masks_is_ignored_if_two_classes_remain(
 def test_nodata_that_is_an_ignored_color_is_there_once(tmp_path: Path) -> None:
     colors = np.array([[0, 0, 0], [9, 80, 7], [200, 30, 60]], np.uint8)
     (tmp_path / "d" / "masks").mkdir(parents=True)
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(NAMES[:6]):
         draw_image(tmp_path / "d" / "images" / f"{name}.jpg")
         mask = colors[moved(striped([0, 1, 2], [20, 16]), number)]
         tags = [(42113, "s", 0, "0", True)]
