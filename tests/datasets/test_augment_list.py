@@ -196,6 +196,7 @@ def of(kind: str, *transforms: Any, **arguments: Any) -> dict[str, Any]:
         ),
         ([CROPPED, {"tests.datasets.test_augment_list:darkened": {"share": 0.95}}], ""),
         ([LARGER, RESIZED], ""),
+        ([{"Resize": {"height": 60, "width": 80}}, CROPPED], ""),  # as an image of another size is
         ([{"PadIfNeeded": {"min_height": 72, "min_width": 64}}, CROPPED], ""),
         ([of("OneOf", of("Sequential", LARGER, RESIZED, p=1), {"RandomResizedCrop": {"size": CROP}}, p=1)], ""),
         ([{"SmallestMaxSize": {"max_size": [50, 58]}}, CROPPED, {"CLAHE": {"p": 0.99}}], ""),

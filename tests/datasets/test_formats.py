@@ -66,7 +66,7 @@ COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "caf\u00e9") for form in ("N
         ),
         (
             "folder", "val",
-            ["img/1.jpg", "img/2.jpg", "img/s/3.jpg", "mask/1.png", "mask/2.png", "mask/s/3.png",
+            ["img/1.jpg", "img/2.jpg", "img/s/3.jpg", "img/s/3.webp", "mask/1.png", "mask/2.png", "mask/s/3.png",
              ("train.txt", b"2\n"), ("val.txt", b"\xef\xbb\xbf# validation\r\ns/3.jpg\r\n\r\n1\r\n")],
             {"image_dir": "img", "mask_dir": "mask"}, {"1": "mask/1.png", "s/3": "mask/s/3.png"},
         ),
@@ -99,6 +99,7 @@ def test_images_and_masks_of_a_layout_are_paired(
     assert {pair.name: str((pair.mask or tmp_path).relative_to(tmp_path)) for pair in pairs} == expected
     assert [pair.name for pair in pairs] == list(expected)
     assert all(pair.image.is_file() for pair in pairs)
+    assert not any(pair.image.suffix == ".webp" for pair in pairs), "the list names another file of this name"
 
 
 LAYOUTS = {
@@ -154,7 +155,11 @@ def test_missing_root_error_names_layout_and_source(format: str, tmp_path: Path)
     ("files", "options", "said"),
     [
         (["images/train/1.jpg", "images/valid/1.jpg"], {}, r"images/val does not exist .*holds train, valid"),
-        (["images/val/0.npy", "images/val/7.npy", "masks/val/0.png"], {}, r"no image below .*holds 2 \*\.npy"),
+        (
+            ["images/val/0.npy", "images/val/7.npy", "images/val/a.md", "masks/val/0.png"],
+            {},
+            r"no image below .*holds 2 \*\.npy, 1 \*\.md",
+        ),
         (["images/val/0.npy", "masks/val/0.png"], {"image_suffix": ".tif"}, r"no \*\.tif below"),
         (
             ["images/val/1.jpg", "images/val/2.jpg", "masks/val/1.png", "masks/val/2_labels.png"],
@@ -191,6 +196,9 @@ def test_bad_list_file_is_refused(text: str, message: str, tmp_path: Path) -> No
     with pytest.raises(DataError, match=message):
         find_pairs(DataLocation("list", tmp_path), "train")
     (tmp_path / "train.txt").unlink()
+    touch(tmp_path, "val.txt", "trian.txt")
+    with pytest.raises(DataError, match=r"train\.txt cannot be read .*did you mean trian\.txt"):
+        find_pairs(DataLocation("list", tmp_path), "train")
     os.mkfifo(tmp_path / "train.txt")
     with pytest.raises(DataError, match="not a regular file"):
         find_pairs(DataLocation("list", tmp_path), "train")
@@ -277,14 +285,17 @@ def test_target_types_hold_all_ids(num_classes: int, ignore_index: int, dtype: s
     ("options", "message"),
     [
         ({}, "needs classes"),
-        ({"classes": ["a", "b", "a"]}, "'a' is listed twice"),
+        ({"classes": ["b", "a", "c", "a", "b"]}, "'b' is listed twice"),
         ({"classes": ["a"], "ignore_index": 32_768}, "within -32767..32767"),
         ({"classes": ["a"], "ignore_index": -32_768}, "within -32767..32767"),
         ({"classes": ["a", "b"], "label_map": {7: 2}}, "7 -> 2 is not a class id"),
         ({"classes": ["a", "b"], "label_map": {-1: 0}}, "no mask can contain the id -1"),
         ({"classes": ["a", "b"], "palette": [[1, 2, 3]]}, "1 colors for 2 classes"),
         ({"classes": ["a", "b"], "rgb": True}, "need a palette"),
-        ({"classes": ["a", "b"], "rgb": True, "palette": [[1, 1, 1], [1, 1, 1]]}, "is used for two classes"),
+        (
+            {"classes": ["a", "b", "c", "d"], "rgb": True, "palette": [[2, 2, 2], [1, 1, 1], [1, 1, 1], [2, 2, 2]]},
+            r"\[2, 2, 2\] is used for two classes",
+        ),
     ],
 )
 def test_inconsistent_class_schemes_are_refused(options: dict, message: str) -> None:
@@ -387,7 +398,8 @@ def test_shared_images_are_found_under_every_name(tmp_path: Path) -> None:
     ],
 )
 def test_missing_root_names_the_nearest_folder(asked: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "data" / "photos").mkdir(parents=True)
+    for name in ("phones", "photos", "masks"):
+        (tmp_path / "data" / name).mkdir(parents=True)
     with pytest.raises(DataError, match=said):
         find_pairs(DataLocation("folder", str(tmp_path / asked)), "train")
 

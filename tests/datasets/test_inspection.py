@@ -93,6 +93,7 @@ def change_mask(root: Path, name: str, change: Callable[[np.ndarray[Any, Any]], 
 
 def one_class_more(mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     mask[:2, 10:20] = 3
+    mask[1, 12:15] = 7
     return mask
 
 
@@ -115,7 +116,7 @@ def test_each_of_many_faults_gives_one_finding(root: Path) -> None:
     os.truncate(root / "images" / "train" / "41.png", 300)
     (root / "images" / "val" / "05.png").write_bytes(b"<html>404</html>")
     (root / "masks" / "train" / "07.png").write_bytes(b"")
-    change_mask(root, "train/10", lambda mask: np.where(mask == 1, 254, 0))
+    change_mask(root, "train/10", lambda mask: np.where(mask == 1, 254, np.where(mask == 2, 9, 0)))
     change_mask(root, "val/33", one_class_more)
     change_mask(root, "train/11", lambda mask: cv2.cvtColor(mask, cv2.COLOR_GRAY2BGR))
     change_mask(root, "train/19", lambda mask: mask[:30])
@@ -125,14 +126,14 @@ def test_each_of_many_faults_gives_one_finding(root: Path) -> None:
     copy_as_jpeg(root, "train/56", "val/70")
     expected = [
         ("error", "mask", "train/07.png", None, "0 bytes"),
-        ("error", "ids", "train/10.png", None, "254 ("),
+        ("error", "ids", "train/10.png", None, "9 ("),
         ("error", "mask", "train/11.png", None, "rgb_masks"),
         ("error", "size", "train/19.png", None, "53x30"),
         ("warning", "all_ignored", "train/20.png", None, "every pixel is ignored"),
         ("error", "unreadable", "train/41.png", None, "truncated"),
         ("warning", "duplicate", "train/57.png", "train/55.png", "counts twice"),
         ("error", "unreadable", "val/05.png", None, "05.png"),
-        ("error", "ids", "val/33.png", None, "3 (20 px)"),
+        ("error", "ids", "val/33.png", None, "3 (17 px), 7 (3 px)"),
         ("warning", "lookalike", "val/70.jpg", "train/56.png", "looks like"),
         ("error", "leak", "val/99.png", "train/32.png", "of split train: scores on val would be too good"),
     ]

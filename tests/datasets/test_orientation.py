@@ -73,17 +73,21 @@ def assert_true(config: RunConfig, size: tuple[int, int] = SIZE) -> None:
 
 
 def test_masks_of_the_stored_size_are_turned_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two photos lie; the mask of a third was drawn on the upright photo."""
-    folder(tmp_path / "d", [6, 1, 8, 1, 5, 1])
-    save_mask(tmp_path / "d" / "masks" / "0023.png", truth("0023"))
+    """Two photos lie; the mask of a third was drawn on the upright photo, and that of a half-turned one, too."""
+    folder(tmp_path / "d", [6, 1, 8, 1, 5, 3])
+    for number in ("0023", "0012"):
+        save_mask(tmp_path / "d" / "masks" / f"{number}.png", truth(number))
     config, said = proposed(tmp_path / "d")
     assert_true(config)
     assert "sizes agree in 5 of 5 pairs" in said
     assert "2 of 6 photos have the size of their mask or annotation only before their EXIF orientation is" in said
-    assert "taken to be drawn" not in said
-    found = findings(config, capsys)
-    assert sum(int(one["message"].split()[0]) for one in found) == 2
-    for one in found:
+    assert "1 of 6 photos have an EXIF orientation; masks are taken to be drawn on the upright photo" in said
+    lying, assumed = (
+        [one for one in findings(config, capsys) if ("taken" in one["message"]) is has] for has in (False, True)
+    )
+    assert [Path(one["image"]).stem for one in assumed] == ["0012"]
+    assert sum(int(one["message"].split()[0]) for one in lying) == 2
+    for one in lying:
         number = Path(one["image"]).stem
         assert number in {"0031", "0017"}
         assert one["mask"].endswith(f"masks/{number}.png")
@@ -94,7 +98,7 @@ def test_masks_of_the_stored_size_are_turned_and_named(tmp_path: Path, capsys: p
         for split in ("train", "val")
         for note in build_dataset(config.data, build_scheme(config.data), split, is_training=False, seed=0).notes
     )
-    assert notes.count("only before their EXIF orientation is applied") == len(found)
+    assert notes.count("only before their EXIF orientation is applied") == len(lying)
 
 
 @pytest.mark.parametrize(("size", "orientations"), [(SIZE, [3, 1, 2, 4, 1, 3]), ((46, 46), [6, 1, 8, 5, 1, 7])])

@@ -205,15 +205,16 @@ def plain() -> list[tuple[Seen, int]]:
 
 def test_ids_of_coco_agree_as_text_and_lost_ones_are_counted(tmp_path: Path) -> None:
     def change(content: dict[str, Any]) -> None:
-        kinds: list[Callable[[int], Any]] = [str, float, int, lambda _: 999]
+        kinds: list[Callable[[int], Any]] = [str, float, lambda _: 777, lambda _: 999]
         for one in content["annotations"]:
             one["image_id"] = kinds[one["image_id"] // 3 - 3](one["image_id"])
 
     targets, said = converted(tmp_path, coco_with(change), plain())
-    for name in ("0007", "0012", "0003"):
+    for name in ("0007", "0012"):
         np.testing.assert_array_equal(targets[name], truth(name))
+    assert not targets["0003"].any()
     assert not targets["0020"].any()
-    assert "1 of 4 annotations of instances.json belong to no image, such as image_id 999: they are not drawn" in said
+    assert "2 of 4 annotations of instances.json belong to no image, such as image_id 999: they are not drawn" in said
 
 
 def test_images_of_coco_with_one_id_are_refused(tmp_path: Path) -> None:
@@ -236,12 +237,13 @@ def test_category_with_two_names_is_refused_with_both_files(tmp_path: Path) -> N
 def test_labels_and_counts_of_cvat_are_compared(tmp_path: Path) -> None:
     def write(root: Path, entries: list[Seen]) -> None:
         writer("CVAT")(root, entries)
-        head = "<meta><task><size>9</size><labels><label><name>boxes</name></label></labels></task></meta>"
-        text = (root / "annotations.xml").read_text()
+        labels = "<labels><label><name>boxes</name></label></labels>"
+        head = f"<meta><task><size>2</size>{labels}</task><task><size>7</size>{labels}</task></meta>"
+        text = (root / "annotations.xml").read_text().replace('"box"', '"ax"', 1)
         (root / "annotations.xml").write_text(text.replace("<annotations>", f"<annotations>{head}"))
 
     _, said = converted(tmp_path, write, plain())
-    assert "annotations.xml: its list of labels lacks box: rename them if they are misspelled" in said
+    assert "annotations.xml: its list of labels lacks ax, box: rename them if they are misspelled" in said
     assert "annotations.xml: 4 images of 9 are in it" in said
 
 
@@ -251,6 +253,7 @@ def test_names_of_yolo_that_are_too_few_are_said(tmp_path: Path) -> None:
             corners = " ".join(f"{(x + 0.5) / width} {(y + 0.5) / height}" for x, y in Drawn(mask, 1).inner)
             (root / f"{name}.txt").write_text(f"{(0, 4, 0, 2)[number]} {corners}")
         (root / "data.yaml").write_text("names: [box, car, tree]")
+        (root / "classes.txt").write_text("box\ncar\n")
 
     targets, said = converted(tmp_path, write, plain())
     assert "class_4 (replace with their names; data.yaml names only 3)" in said

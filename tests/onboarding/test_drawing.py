@@ -51,14 +51,15 @@ def test_area_of_a_polygon_is_the_same_in_both_directions() -> None:
         assert area_of(np.array(turned)) == area_of(np.array(turned[::-1])) == 18.0
 
 
-def inside(ring: np.ndarray[Any, Any], height: int, width: int) -> np.ndarray[Any, Any]:
-    """Pixels whose centers lie inside a ring in exact arithmetic: an odd number of crossings to their left."""
-    corners = [(Fraction(float(x)), Fraction(float(y))) for x, y in ring]
+def inside(rings: list[np.ndarray[Any, Any]], height: int, width: int) -> np.ndarray[Any, Any]:
+    """Pixels whose centers lie inside rings in exact arithmetic: an odd number of crossings to their left."""
+    exact = [[(Fraction(float(x)), Fraction(float(y))) for x, y in ring] for ring in rings]
+    edges = [edge for corners in exact for edge in itertools.pairwise([*corners, corners[0]])]
     mask = np.zeros((height, width), np.uint8)
     for row in range(height):
         y = row + Fraction(1, 2)
         borders = []
-        for (xa, ya), (xb, yb) in itertools.pairwise([*corners, corners[0]]):
+        for (xa, ya), (xb, yb) in edges:
             if min(ya, yb) <= y < max(ya, yb):
                 borders.append(xa + (y - ya) * (xb - xa) / (yb - ya))
         for column in range(width):
@@ -67,14 +68,16 @@ def inside(ring: np.ndarray[Any, Any], height: int, width: int) -> np.ndarray[An
 
 
 @pytest.mark.parametrize("reach", [40.0, 1e5, 2e8])
-def test_polygons_far_outside_match_exact_arithmetic(reach: float) -> None:
+def test_polygons_far_outside_match_exact_arithmetic(reach: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second ring, whose inside is a hole in the first, and some edges at a time."""
+    monkeypatch.setattr("segapp.onboarding.conversion._CROSSINGS_AT_ONCE", 30)
     rng = np.random.default_rng(int(reach) % 97)
     for number in range(12):
-        ring = rng.uniform(-reach, reach, (3 + number, 2))
-        ring[0] = rng.uniform(0, 24, 2)
+        rings = [rng.uniform(-reach, reach, (3 + number, 2)), rng.uniform(0, 24, (4, 2))]
+        rings[0][0] = rng.uniform(0, 24, 2)
         mask = np.zeros((20, 24), np.uint8)
-        fill_area(canvas_on(mask), [ring], 1)
-        wanted = inside(ring, 20, 24)
+        fill_area(canvas_on(mask), rings, 1)
+        wanted = inside(rings, 20, 24)
         if wanted.any():
             np.testing.assert_array_equal(mask, wanted)
 

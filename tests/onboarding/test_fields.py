@@ -276,6 +276,8 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "two labels": ("Label Studio", "value.polygonlabels", ["car", "road"], "left out"),
     "labels of any shape": ("Label Studio", "", lambda one: one | {"type": "labels", "value": {
         **one["value"], "labels": ["car"]}}, "drawn"),
+    "a stroke of any shape": ("Label Studio brush", "", lambda one: one | {"type": "labels", "value": {
+        **one["value"], "labels": ["car"]}}, "drawn"),
     "an ellipse": ("Label Studio", "", lambda one: one | {"type": "ellipselabels", "value": {
         "ellipselabels": ["car"], "x": 5, "y": 5, "radiusX": 2, "radiusY": 3}}, "left out"),
     "a mask of CVAT that is rotated": ("CVAT mask", "rotation", "30.0", "left out"),
@@ -430,6 +432,7 @@ def test_shares_are_told_by_all_objects_in_percent(least: float, most: float, is
         for region, end in zip(task["annotations"][1]["result"], (most, 0.5), strict=True):
             region["value"] |= {"x": least, "y": least, "width": end - least, "height": end - least}
     save_json("tasks.json")(root := images_in(tmp_path / "d", sides), tree)
+    save_json("colors.json")(root, ["red", 3])
     found, lines, _ = written(root, tmp_path / "out")
     assert found == ("drawn" if is_read else "refused"), lines
     assert ("look like shares of the sides, not percent" in " ".join(lines)) is not is_read
@@ -474,7 +477,7 @@ def test_name_that_is_missing_is_replaced_and_noted(case: str, tmp_path: Path) -
 
 def test_repeated_class_name_is_refused_with_its_file(tmp_path: Path) -> None:
     FORMATS["YOLO"].write(root := images_in(tmp_path / "d"), entries())
-    (root / "data.yaml").write_text("names: [road, car, road]")
+    (root / "data.yaml").write_text("names: [road, car, road, car]")
     assert written(root, tmp_path / "out")[:2] == (
         "refused",
         [f"{root}: data.yaml: two classes are named road: rename one of them"],

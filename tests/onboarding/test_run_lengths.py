@@ -134,7 +134,8 @@ def test_rows_of_an_image_are_united(tmp_path: Path) -> None:
     for name in NAMES[1:]:
         rows += [(f"{name}.jpg", runs_of(disk(f"{name}{ship}"))) for ship in "ab"]
     rows.append((f"{NAMES[0]}.jpg", ""))
-    table(root / "train_ship_segmentations_v2.csv", ("ImageId", "EncodedPixels"), rows)
+    for number in range(2):  # a table for each ship of an image
+        table(root / f"train_ship_segmentations_v{number}.csv", ("ImageId", "EncodedPixels"), rows[number::2])
     config, result, _ = proposed(root, tmp_path / "made.yaml")
     read = targets_read(config)
     assert sorted(read) == NAMES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -157,7 +158,7 @@ def test_values_of_few_pixels_in_few_masks_are_ignored() -> None:
         ("a b c d e f g h", {}, [0, 1], None),  # too many names for two values
         ("a a b", {}, [0, 2], ("a a_2 b", {})),
         ("", {0: "a", 1: "b"}, [0, 1], ("a b", {})),
-        ("", {0: "a", 5: "b", 7: "void"}, [0, 5, 7], ("a b", {0: 0, 5: 1, 7: 255})),
+        ("", {0: "a", 5: "b", 9: "void", 7: "Ignore"}, [0, 5, 7, 9], ("a b", {0: 0, 5: 1, 7: 255, 9: 255})),
         ("", {0: "a", 5: "b", 255: "Ignore"}, [0, 5], ("a b", {0: 0, 5: 1})),
         ("", {0: "void", 1: "b"}, [0, 1], ("void b", {})),
         ("", {1: "a", 2: "b"}, [0, 1], ("background a b", {})),
@@ -182,6 +183,17 @@ def test_names_of_a_file_are_taken_where_they_fit(
         assert all(name.startswith(("class_", "background", "object")) for name in found.names)
     else:
         assert (found.names, found.label_map) == (tuple(expected[0].split()), expected[1])
+
+
+def test_each_nodata_value_is_ignored_or_a_named_class() -> None:
+    content = content_of({0: 9000, 3: 8000, 7: 6000, 9: 5000, 11: 4000})
+    content = replace(content, nodata={9: 9.0, 7: 7.0, 11: 11.0})
+    files = [ClassFile("a.csv", (), {0: "a", 3: "b"}), ClassFile("b.csv", (), {0: "a", 3: "b", 9: "c"})]
+    found = read_classes(content, files, ["masks/a.png"], MaskChoices())
+    assert (found.names, found.label_map) == (("a", "b", "c"), {0: 0, 3: 1, 9: 2, 7: 255, 11: 255})
+    said = "\n".join(found.notes)
+    assert "value 9, nodata of the masks, stays class c: 15.6%" in said
+    assert said.count("nodata of the masks, is ignored: ") == 2
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,9 @@ def test_range_is_that_of_the_data(
     assert f"13.2% of the pixels of the images are nodata ({nodata:.7g}): " in str(nodata_note(paths, pixels))
     whole = [write(tmp_path / f"{i}.tif", np.full((*SIZE, 3), 7, dtype), (None, 5, None)[i]) for i in range(3)]
     assert f"8.3% of the pixels of the images are nodata ({nodata:.7g}): " in str(nodata_note(paths + whole, pixels))
+    other = write(tmp_path / "other.tif", np.full((*SIZE, 3), 7, dtype), 7)
+    named = ", ".join(sorted([f"{nodata:.7g}", "7"]))
+    assert f"27.7% of the pixels of the images are nodata ({named}): " in str(nodata_note([*paths, other], pixels))
     assert nodata_note(whole, pixels) is None
 
 
@@ -270,17 +273,17 @@ def test_nodata_of_masks_is_ignored_unless_it_is_a_class(
 @pytest.mark.parametrize(
     ("nodata", "said"),
     [
-        (0, "value 0, nodata of the masks of split train, stays class a"),
-        (15, "25.0% of the pixels of the 2 masks of split train are ignored: nodata of the masks (15), value 255 "),
+        ((0, 1), "value 0, nodata of the masks of split train, stays class a; value 1, nodata of the masks of split "),
+        ((15, 9), "16.7% of the pixels of the 2 masks of split train are ignored: nodata of the masks (9, 15), value "),
     ],
 )
-def test_nodata_of_masks_is_said(nodata: int, said: str, tmp_path: Path) -> None:
+def test_nodata_of_masks_is_said(nodata: tuple[int, int], said: str, tmp_path: Path) -> None:
     scheme = class_scheme("folder", classes=["a", "b"])
-    values = np.array([[0, 1, 1, 15 if nodata else 0]] * 3, np.uint8)
-    pairs = [
-        ImagePair(write(tmp_path / f"i{n}.tif", values), write(tmp_path / f"m{n}.tif", values, nodata), "")
-        for n in range(2)
-    ]
+    pairs = []
+    for number, value in enumerate(nodata):
+        values = np.array([[0, 1, 1, value, 1, 0]] * 3, np.uint8)
+        image, mask = write(tmp_path / f"i{number}.tif", values), write(tmp_path / f"m{number}.tif", values, value)
+        pairs.append(ImagePair(image, mask, ""))
     targets = read_targets(pairs, "train", scheme, total_px=1, is_training=True)
     assert str(ignored_note(targets, scheme)).startswith(said)
     assert examine({"train": pairs}, scheme, crop_px=(1, 1))[0].ignored == ignored_note(targets, scheme)

@@ -91,7 +91,7 @@ def test_other_pages_are_refused_by_every_reader(
         with pytest.raises(DataError, match=match):
             check_pairs([ImagePair(path, mask, "a")], format)
     with pytest.raises(DataError, match=match):
-        measure_pixels([path])
+        measure_pixels([path, write(tmp_path / "b.tif", pixels, **options)])
 
 
 def test_one_plane_of_a_series_of_files_is_an_image(tmp_path: Path) -> None:
@@ -117,14 +117,20 @@ def test_damaged_chain_of_pages_ends(tmp_path: Path) -> None:
     assert len(tags.pages) == 2
 
 
-def test_fourth_band_is_a_band_however_it_is_marked(tmp_path: Path) -> None:
+def test_further_bands_are_bands_however_they_are_marked(tmp_path: Path) -> None:
     """RGB and near infrared, which writers mark as opacity or not at all."""
-    paths = [
-        write(tmp_path / f"{mark}.tif", np.moveaxis(planes(4), 0, -1), photometric="rgb", extrasamples=[mark])
-        for mark in ("unassalpha", "unspecified", "assocalpha")
-    ]
+    paths, marks = [], ("unassalpha", "unspecified", "assocalpha")
+    for number in range(3):
+        own = [marks[number], marks[number - 1]]
+        pixels = np.moveaxis(planes(5), 0, -1)
+        paths.append(write(tmp_path / f"{number}.tif", pixels, photometric="rgb", extrasamples=own))
     found = measure_pixels(paths)
-    assert (found.bands, found.dtype) == ((1, 2, 3, 4), "uint16")
+    assert found is not None
+    assert (found.bands, found.dtype) == ((1, 2, 3, 4, 5), "uint16")
+    paths.append(write(tmp_path / "3.tif", planes(dtype="uint8")))
+    said = r"differ in bands or type: 3 are uint16 with 5 bands, such as \S+0\.tif; 1 are uint8 with 1 band, .*3\.tif"
+    with pytest.raises(DataError, match=said):
+        measure_pixels(paths)
 
 
 def percentiles(root: Path) -> list[list[int]]:

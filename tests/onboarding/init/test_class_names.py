@@ -110,7 +110,7 @@ def test_class_file_in_another_encoding_is_refused(file: str, content: bytes, pr
         ("classes.csv", "id,name\n0.0,ground\n1.0,road\n2.0,car\n", "ground road car", ""),
         ("classes.csv", "id;name\n0;ground\n1;road\n2;car\n", "ground road car", ""),
         ("classes.csv", "id,name\n0,ground\n1,\n2,nan\n", "ground class_1 class_2", 'the name of 1 is ""'),
-        ("classes.csv", "id,name\n0,ground\n1,road\n1,car\n", None, "not used: 1 is the id of two names"),
+        ("classes.csv", "id,name\n1,ground\n0,sky\n1,road\n0,car\n", None, "not used: 1 is the id of two names"),
         ("classes.csv", "id,name\n0,ground\nx,road\n2,car\n", None, 'the id of entry 1 is "x", not a number'),
         ("classes.csv", "name,r,g,b\nground,0,0,0\nroad,300,0,0\n", None, "the color 300 0 0 is not from 0 to 255"),
         ("id2label.json", '{"0": "ground", "1": null, "2": "car"}', "ground class_1 car", "the name of 1 is null"),

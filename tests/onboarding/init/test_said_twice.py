@@ -277,13 +277,16 @@ def test_files_of_yolo_that_disagree_are_said(tmp_path: Path) -> None:
         (root / "labels" / f"{image.stem}.txt").write_text("0 0.1 0.1 0.6 0.1 0.6 0.7\n")
     (root / "classes.txt").write_text("Cat\ncow\ndog\nhen\n")
     (root / "data.yaml").write_text("nc: 5\nnames: [cat, dog, cow]\n")
+    (root / "obj.names").write_text("cat\ndog\npig\n")
     config, result, _ = proposed(root, tmp_path / "made.yaml", group=".+")
     assert config.data.classes == ["background", "cat", "dog", "cow"]
     assert [line for line in result.lines if line.startswith("note: ")][1:] == [
         "note: data.yaml says nc 5, and has 3 names",
         "note: classes.txt names value 1 cow, but data.yaml is used: dog; remove the wrong file",
+        "note: obj.names names value 2 pig, but data.yaml is used: cow; remove the wrong file",
     ]
-    (root / "classes.txt").write_text("Cat\ndog\ncow\nhen\n")
+    for file in ("classes.txt", "obj.names"):
+        (root / file).write_text("Cat\ndog\ncow\nhen\n")
     (root / "data.yaml").write_text("nc: 3\nnames: {0: cat, 1: dog, 2: cow}\n")
     _, result, _ = proposed(root, tmp_path / "made.yaml", group=".+", force=True)
     assert len([line for line in result.lines if line.startswith("note: ")]) == 1
