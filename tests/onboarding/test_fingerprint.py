@@ -164,9 +164,10 @@ def test_pass_over_the_masks_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured(tmp_path, masks).num_masks == 11
     monkeypatch.setattr(fingerprint, "MAX_PX", 9 * SIZE[0] * SIZE[1])
     assert measured(tmp_path, masks).num_masks == 9
-    ids = np.zeros((2100, 2060), np.int64)
-    ids[:26], ids[2074:] = 1, 2
+    monkeypatch.setattr(fingerprint, "MAX_SIDE_PX", 208)
+    ids = np.zeros((300, 217), np.int64)
+    ids[:46], ids[254:] = 1, 2
     found = measure_ids(ids, 4)
-    assert found.pixels[:3].tolist() == [2048 * 2060, 26 * 2060, 26 * 2060]
-    assert found.on_grids[2, 0].tolist() == [2048 * 2048, 0, 0, 0]
+    assert found.pixels[:3].tolist() == [208 * 217, 46 * 217, 46 * 217]
+    assert found.on_grids[2, 0].tolist() == [208 * 208, 0, 0, 0]
     assert found.profiles[2, 0].argmax() == 3

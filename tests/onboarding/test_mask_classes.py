@@ -63,7 +63,7 @@ def is_void(name: str) -> bool:
     return name in VOID
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(drawings(), st.sampled_from([None, "ignore", "class"]), st.integers(0, 99))
 def test_every_pixel_is_its_class_or_ignored_or_asked(
     drawing: tuple[dict[int, int], dict[int, str], str], unlabelled: str | None, seed: int

@@ -121,6 +121,11 @@ def test_crop_is_what_the_device_and_most_images_afford(
     assert written(sizes_px=sizes_px, machine=machine)[0]["data"]["crop_px"] == crop_px
 
 
+def test_only_large_images_are_evaluated_in_windows() -> None:
+    assert "slide" not in written(sizes_px=[(2000, 4000), (9, 9)])[0]["eval"]
+    assert written(sizes_px=[(9, 9), (2000, 4001), (300, 500)])[0]["eval"]["slide"] is True
+
+
 @pytest.mark.parametrize(
     ("size", "has_up", "has_sides", "flips"),
     [

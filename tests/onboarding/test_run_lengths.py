@@ -78,9 +78,9 @@ def test_severstal_rows_are_classes_and_no_row_is_background(tmp_path: Path) -> 
 
 def test_run_lengths_of_a_large_image_are_read(tmp_path: Path) -> None:
     limit, size = csv.field_size_limit(), (220, 200)
-    planes = {name: disk(name, size) for name in NAMES}
+    planes = {name: disk(name, size) for name in NAMES[:4]}
     planes["0003"] = np.broadcast_to(np.arange(size[0])[:, None] % 2 == 0, size)  # each pixel is a run
-    for name in NAMES:
+    for name in planes:
         draw_image(tmp_path / "d" / "images" / f"{name}.jpg", size)
     rows = [(f"{name}.jpg", "1", runs_of(plane)) for name, plane in planes.items()]
     assert len(rows[3][2]) > limit

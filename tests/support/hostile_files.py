@@ -61,16 +61,24 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any]) -> None:
     path.write_bytes(data.tobytes())
 
 
+def packed_zeros(num: int) -> bytes:
+    """So many zeros in zlib's format: the blocks of a megabyte that follow the first one have equal bytes."""
+    packer = zlib.compressobj(9)
+    if num < 2**21:
+        return packer.compress(bytes(num)) + packer.flush()
+    first, block = (packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    rest = packer.compress(bytes(num % 2**20)) + packer.flush()
+    checksum = struct.pack(">HH", num % 65521, 1)  # Adler-32 of zeros
+    return first + block * (num // 2**20 - 1) + rest[:-4] + checksum
+
+
 def png_bomb(width: int, height: int) -> bytes:
     """A grey PNG of so many zeros, whole and valid, in a few kilobytes."""
-    packer, body = zlib.compressobj(9), []
-    row = b"\0" * (width + 1)
-    body = [packer.compress(row) for _ in range(height)] + [packer.flush()]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in (
             (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)),
-            (b"IDAT", b"".join(body)),
+            (b"IDAT", packed_zeros((width + 1) * height)),
             (b"IEND", b""),
         )
     )

@@ -174,6 +174,7 @@ def test_label_is_ignored_where_all_bands_have_no_data(
     assert _frequencies(trained, scheme).nodata_px == counts.nodata_px + 13 * SIZE[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "nodata"), NODATA)
 @pytest.mark.parametrize("large", [False, True])
 def test_range_is_that_of_the_data(

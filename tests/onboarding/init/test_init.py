@@ -38,9 +38,6 @@ def test_values_of_the_config_come_from_the_images(tmp_path: Path, monkeypatch: 
     assert (config.data.crop_px, config.data.workers, config.data.cache) == ((32, 64), "auto", "auto")
     assert (config.train.batch_size, config.train.epochs, config.eval.every_epochs) == (4, 2000, 100)
     assert (config.schedule.warmup_steps, config.eval.slide) == ("5%", False)
-    Image.new("RGB", (3301, 2500), (90, 120, 30)).save(tmp_path / "d/images/val/h.jpg")
-    draw_mask(tmp_path / "d/masks/val/h.png", size=(2500, 3301))
-    assert proposed(tmp_path / "d", tmp_path / "made.yaml", force=True)[0].eval.slide
 
 
 def test_images_linked_from_another_disk_are_allowed_and_warned(tmp_path: Path) -> None:

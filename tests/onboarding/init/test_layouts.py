@@ -10,8 +10,15 @@ from tests.support.layouts import LAYOUTS
 from tests.support.layouts.canvas import Ask
 from tests.support.layouts.judge import answered, judged, problems
 
+REPEATED = {"capitals", "side by side, jpg and png", "float TIFF of four bands", "OME-TIFF", "ids in 16 bits",
+            "colors and an opaque alpha", "smoothed colors", "labelme", "value without a name", "EXIF-rotated",
+            "npz per image", "arrays", "ids from one", "ids with gaps", "value 0 unlabeled"}  # fmt: skip
+"""Layouts whose rules other layouts or the tests of `init` show too."""
 
-@pytest.mark.parametrize("name", LAYOUTS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in LAYOUTS]
+)
 def test_layout_is_read_as_it_was_drawn(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     truth, verdict = judged(layout, tmp_path)

@@ -13,7 +13,10 @@ import pytest
 from PIL import Image
 
 from segapp.assembly.pairs import build_pairs
+from segapp.datasets.files import ImagePair
 from segapp.errors import DataError
+from segapp.onboarding.content import read_contents
+from segapp.onboarding.encoding import Classes, MaskChoices, read_classes
 from segapp.onboarding.layout import OpenQuestionError
 from tests.support.drawn_folders import proposed, targets_read
 
@@ -59,6 +62,12 @@ def folder(root: Path, save: Saver) -> Path:
 def read_as(root: Path, out: Path, **request: Any) -> tuple[Any, dict[int, np.ndarray]]:
     config, _, _ = proposed(root, out, group=".+", **request)
     return config, {int(stem) * 8 % 11: mask for stem, mask in targets_read(config).items()}
+
+
+def classes_of_masks(root: Path, **choices: Any) -> Classes:
+    """Return the classes that init finds in the masks, without a config."""
+    contents = read_contents([ImagePair(mask, mask, mask.stem) for mask in sorted((root / "masks").iterdir())])
+    return read_classes(contents, (), ["d/masks/00.png"], MaskChoices(**choices))
 
 
 def assert_read(codes: list[int], masks: dict[int, np.ndarray]) -> None:
@@ -171,10 +180,10 @@ def voided(mask: np.ndarray, factor: int) -> np.ndarray:
 def test_masks_of_two_scales_are_refused(few: Any, most: Any, words: str, tmp_path: Path) -> None:
     root = folder(tmp_path / "d", lambda n, m, path: Image.fromarray((most if n % 4 else few)(m)).save(path))
     with pytest.raises(DataError, match=words) as raised:
-        proposed(root, tmp_path / "made.yaml", group=".+")
+        classes_of_masks(root)
     for listed, path in re.findall(r"hold value ([\d, ]+), such as ([^,]+),", str(raised.value)):
         assert {*np.unique(np.asarray(Image.open(path))).tolist()} - {0, 255} == {*map(int, listed.split(", "))} - {255}
-    assert proposed(root, tmp_path / "made.yaml", group=".+", masks="ids", unlabelled="class")[0].data.classes
+    assert classes_of_masks(root, masks="ids", unlabelled="class").names
 
 
 @pytest.mark.parametrize(
@@ -213,10 +222,10 @@ def test_classes_of_different_images_are_no_two_scales(values: Any, tmp_path: Pa
         Image.fromarray(np.array(values[number % 3], np.uint8)[mask]).save(path)
 
     root = folder(tmp_path / "d", save)
-    config = proposed(root, tmp_path / "made.yaml", group=".+")[0]
+    names = classes_of_masks(root).names
     stored = sorted({value for own in values for value in own})
-    named = [*range(max(stored) + 1)] if len(config.data.classes) == max(stored) + 1 else stored
-    assert config.data.classes == [f"class_{value}" for value in named]
+    named = [*range(max(stored) + 1)] if len(names) == max(stored) + 1 else stored
+    assert names == tuple(f"class_{value}" for value in named)
 
 
 @pytest.mark.parametrize("has_white", [True, False])
