@@ -29,10 +29,10 @@ from segapp.errors import (
     StorageError,
 )
 from segapp.memory.gpus import visible_gpus
-from segapp.parallel.agent import run_job
+from segapp.parallel.agent import join_job
 from segapp.parallel.agreement import AGREED_VARIABLE, MachineFacts
-from segapp.parallel.launch import launch_local
-from segapp.parallel.meeting import interface_addresses, local_address
+from segapp.parallel.launch import launch_local, peer_limit_s
+from segapp.parallel.meeting import MeetingError, interface_addresses, local_address
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.files import open_new, remove_quietly, storage_errors_of, temporary_name
 from segapp.run.folder import RunFolder
@@ -85,13 +85,17 @@ def launch(request: LaunchRequest) -> int:
         return policy.code_after_signal(code - 128) if code in (130, 143) else code
     if any("rdzv" in word and "backend" in word for word in request.others):
         raise ConfigError("--rdzv-backend: only c10d has a signed state: leave the option out").see("several-machines")
+    try:
+        peer_limit_s()
+    except ValueError as error:
+        raise DistributedError(str(error)) from None
     _say(
         f"the ranks trust everyone who can reach {request.rdzv_endpoint} and the ports of this machine: use a private "
         "network (segapp docs several-machines)"
     )
     address = own_address(request.rdzv_endpoint, request.local_addr)
-    words = ["--nnodes", request.nnodes, "--nproc-per-node", request.nproc_per_node, *request.others]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", request.rdzv_endpoint]
+    given = ["--nnodes", request.nnodes, "--nproc-per-node", request.nproc_per_node, *request.others]
+    words = [*given, "--rdzv-backend", "c10d", "--rdzv-endpoint", request.rdzv_endpoint]
     words += ["--rdzv-id", request.rdzv_id or request.run.name, "--local-addr", address, "-m", "--", "segapp"]
     options = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
     if options.nproc_per_node.isdecimal():
@@ -103,7 +107,16 @@ def launch(request: LaunchRequest) -> int:
     os.environ[AGREED_VARIABLE] = "1"
     os.environ["SEGAPP_PARENT_PID"] = str(os.getpid())  # the ranks end with this process
     logging.disable(logging.ERROR)  # the ranks print their errors themselves
-    return run_job(options, shared_secret(request), policy, shutdown_s=grace_s, master_port=fixed_port(request.others))
+    secret, port = shared_secret(request), fixed_port(request.others)
+    try:
+        agent = join_job(options, secret, policy, shutdown_s=grace_s, master_port=port)
+    except MeetingError as error:
+        raise DistributedError(
+            f"{error}: start the machine of the endpoint, or wait longer with --rdzv-conf=join_timeout=SECONDS"
+        ).see("several-machines") from None
+    except ValueError as error:
+        raise ConfigError(f"{' '.join(given)}: {error}: correct the option").see("several-machines") from None
+    return agent.carry_out()
 
 
 def _num_local_ranks(request: LaunchRequest) -> int:

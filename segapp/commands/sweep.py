@@ -124,7 +124,7 @@ def train_one(words: Sequence[str], configs: Sequence[str], only: int) -> int:
         ConfigError: the sweep cannot be planned, has no such run, or this process is one of several ranks.
         RunBusyError: another trainer holds the run.
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ConfigError(
             "--only trains a run in one process, and this is one of several ranks: start segapp launch with the "
             "arguments that segapp sweep --dry-run --json prints for the run"

@@ -20,7 +20,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from segapp.compat.torch import rendezvous_handler, rendezvous_members, rendezvous_round, rendezvous_store
 from segapp.parallel.agreement import Agreement, MachineFacts, compare
 from segapp.parallel.launch import LIMIT_S, PeerWatch, RankError, first_error, peer_limit_s
-from segapp.parallel.meeting import MeetingError, is_here, joined_store, listening_address, probe
+from segapp.parallel.meeting import is_here, joined_store, listening_address, probe
 from segapp.waiting import lines_while
 
 LOST = 8
@@ -54,8 +54,8 @@ _PATIENCE_S = 10.0
 """Seconds after the end of the job in which ranks can end on their own and other agents can follow."""
 _LOOK_S = 1.0
 """Seconds between reads of the store."""
-_JOIN_S = 600.0
-"""Maximum time to wait for the machine that holds the rendezvous."""
+_JOIN_S = 600
+"""Maximum time to wait for the machine that holds the rendezvous, unless `join_timeout` sets another one."""
 _MOMENTS_S = 2.0
 """Seconds in which agents that wait for others can read that the job has ended."""
 _LOST_VARIABLE = "SEGAPP_LOST_SINCE_S"
@@ -167,7 +167,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs_specs)
         self._policy, self._secret, self._endpoint, self._waiting = policy, secret, endpoint, waiting
-        self._shutdown_timeout, self._join_s = int(shutdown_s), join_s
+        self._shutdown_timeout, self._join_s, self._limit_s = int(shutdown_s), join_s, peer_limit_s()
         handler: Any = spec.rdzv_handler
         self._handler, self._num_waiting = handler, handler.num_nodes_waiting
         handler.num_nodes_waiting = lambda: self._ask(self._num_waiting) or 0  # without a store the ranks continue
@@ -291,11 +291,11 @@ class Agent(LocalElasticAgent):
 
     def _compare_with_job(self) -> None:
         """End this machine, but not the job, if it brings something else than the machines of the first meeting."""
-        job = self._job
-        record: str | None = self._ask(lambda: None if job is None else job.get("record"))
+        record: str | None = self._ask(lambda: self._job and self._job.get("record"))
         if record is None:
             return
-        agreement = compare([MachineFacts.from_json(record), self._policy.facts()])
+        began = replace(MachineFacts.from_json(record), machine="the machines that began the job")
+        agreement = compare([began, self._policy.facts()])
         self._print(agreement)
         if agreement.code:
             self._job, self._code = None, agreement.code  # the others continue
@@ -321,10 +321,10 @@ class Agent(LocalElasticAgent):
     def _watch_agents(self, worker_group: WorkerGroup) -> None:
         """Start to watch the other machines of the round: starting ranks would wait for a lost one for minutes."""
         names = {f"alive/{self._round}/{i}": f"machine {i}" for i in range(worker_group.group_world_size or 1)}
-        key, limit_s = f"alive/{self._round}/{worker_group.group_rank}", peer_limit_s()
+        key = f"alive/{self._round}/{worker_group.group_rank}"
         del names[key]
-        if names and limit_s and self._job is not None:
-            limit_s += _PATIENCE_S  # ranks that watch themselves end earlier, and report it
+        if names and self._limit_s and self._job is not None:
+            limit_s = self._limit_s + _PATIENCE_S  # ranks that watch themselves end earlier, and report it
             with contextlib.suppress(*_STORE_ERRORS):
                 store = self._job.store.clone()
                 self._watch = PeerWatch(store, key, names, self._end_ranks, limit_s=limit_s, needs_store=False)
@@ -457,7 +457,7 @@ class Agent(LocalElasticAgent):
     def _follow_endpoint(self) -> None:
         """Wait for the rendezvous if it no longer answers and the ranks have ended; the agent may hang in a call."""
         answered_s = ran_s = time.monotonic()
-        limit_s = peer_limit_s() or LIMIT_S
+        limit_s = self._limit_s or LIMIT_S
         # Ranks that still run may end the training without the rendezvous.
         while time.monotonic() - answered_s < limit_s or time.monotonic() - ran_s < _PATIENCE_S:
             time.sleep(_LOOK_S)
@@ -530,12 +530,12 @@ class SignedBackend(C10dRendezvousBackend):
         return state
 
 
-def run_job(
+def join_job(
     options: Namespace, secret: bytes, policy: Policy, *, shutdown_s: float, master_port: int | None = None
-) -> int:
-    """Run the ranks of this machine, and return the exit code of the job.
+) -> Agent:
+    """Return the agent of this machine once the machine that holds the rendezvous has started.
 
-    SIGINT and SIGTERM are passed on to the ranks, which save and end; SIGUSR1 is passed on, too.
+    It passes SIGINT and SIGTERM on to the ranks, which save and end; SIGUSR1 is passed on, too.
 
     Args:
         options: the options of torchrun.
@@ -543,14 +543,15 @@ def run_job(
         policy: the arguments of the ranks, and the decision after the end of one.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
         master_port: port of the store of the ranks, the same on all machines; None: a free one.
+
+    Raises:
+        MeetingError: that machine has not started within `join_timeout`.
+        ValueError: an option has a value that it cannot have.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart joins the old store
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's own handling loses the ranks' exit codes
     config, program, _ = run.config_from_args(options)
-    machines = "{0}" if config.min_nodes == config.max_nodes else "{0} to {1}"
-    machines = machines.format(config.min_nodes, config.max_nodes)
-    join_s = float(config.rdzv_configs.get("join_timeout", _JOIN_S))
-    waiting = f"waiting at {config.rdzv_endpoint} for {machines} machines, for at most {join_s:g} s"
+    machines = " to ".join(map(str, sorted({config.min_nodes, config.max_nodes})))
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=config.rdzv_endpoint,
@@ -560,17 +561,14 @@ def run_job(
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
+    join_s = parameters.get_as_int("join_timeout", _JOIN_S) or _JOIN_S
+    waiting = f"waiting at {config.rdzv_endpoint} for {machines} machines, for at most {join_s} s"
     endpoint = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
     shared = {field.name for field in fields(WorkerSpec)} & {field.name for field in fields(config)}
-    try:
-        handler = _handler_of(parameters, endpoint, secret, waiting)
-    except MeetingError as error:
-        print(f"error: {error}: this machine ends with exit code {LOST}", file=sys.stderr, flush=True)
-        return LOST
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
-        rdzv_handler=handler,
+        rdzv_handler=_handler_of(parameters, endpoint, secret, waiting, join_s),
         master_port=master_port,
         **{name: getattr(config, name) for name in shared},
     )
@@ -579,10 +577,12 @@ def run_job(
     )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, agent.pass_on)
-    return agent.carry_out()
+    return agent
 
 
-def _handler_of(parameters: RendezvousParameters, endpoint: tuple[str, int], secret: bytes, waiting: str) -> Any:
+def _handler_of(
+    parameters: RendezvousParameters, endpoint: tuple[str, int], secret: bytes, waiting: str, join_s: float
+) -> Any:
     """Return the handler that meets the other agents; wait until the machine that holds the rendezvous has started.
 
     Raises:
@@ -597,7 +597,7 @@ def _handler_of(parameters: RendezvousParameters, endpoint: tuple[str, int], sec
         store = joined_store(
             host,
             port,
-            limit_s=_JOIN_S,
+            limit_s=join_s,
             read_s=read_s,
             own_address=own_address,  # another agent on this machine may host it
             note=lambda problem: problems.append(f"; {problem}"),

@@ -69,6 +69,7 @@ class RankInfo:
     local_rank: int
     device: torch.device
     backend: str
+    start_timeout_s: float = JOIN_S
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
@@ -97,7 +98,7 @@ def init_from_env(
         DistributedSetupError: a variable is missing or wrong, the device does not exist, or the other ranks did not
             join in time.
     """
-    rank, world_size, local_rank = _read_rank(os.environ)
+    rank, world_size, local_rank = read_rank(os.environ)
     rank_device = _rank_device(local_rank, device)
     chosen = backend or ("nccl" if rank_device.type == "cuda" and dist.is_nccl_available() else "gloo")
     die_with_parent()
@@ -129,7 +130,7 @@ def init_from_env(
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         group = dist.new_group(timeout=timedelta(seconds=start_timeout_s), pg_options=options)
         use_layers_group(cast(dist.ProcessGroup, group))
-    return RankInfo(rank, world_size, local_rank, rank_device, chosen)
+    return RankInfo(rank, world_size, local_rank, rank_device, chosen, start_timeout_s)
 
 
 def _meeting_store(rank: int, world_size: int, limit_s: float, note: Callable[[str], None]) -> Any:
@@ -197,7 +198,8 @@ def _end_now(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
+def read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return rank, world size and local rank; raise DistributedSetupError if a variable is missing or wrong."""
     meeting = () if environ.get(STORE_VARIABLE) else ("MASTER_ADDR", "MASTER_PORT")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", *meeting)
     if environ.get("WORLD_SIZE") == "1" or torch.cuda.device_count() == 1:
@@ -205,12 +207,10 @@ def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
     missing = [name for name in names if not environ.get(name)]
     if missing:
         raise DistributedSetupError(f"{', '.join(missing)} not set in the environment: {_LAUNCH}")
-    numbers = []
-    for name in (name for name in names if name != "MASTER_ADDR"):
+    for name in (name for name in (*names, "LOCAL_WORLD_SIZE") if name != "MASTER_ADDR" and environ.get(name)):
         if not environ[name].isdecimal():
             raise DistributedSetupError(f"{name}={environ[name]!r} is not a number: {_LAUNCH}")
-        numbers.append(int(environ[name]))
-    rank, world_size, local_rank = numbers[:3]
+    rank, world_size, local_rank = (int(environ[name]) for name in names[:3])
     if rank >= world_size:
         raise DistributedSetupError(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks count from 0: {_LAUNCH}")
     return rank, world_size, local_rank
@@ -329,7 +329,7 @@ class Ranks:
         self.world_size = 1 if info is None else info.world_size
         self._host_group: Any = None  # the default group
         if info is not None and info.world_size > 1 and info.backend != "gloo":
-            self._host_group = dist.new_group(backend="gloo")
+            self._host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=info.start_timeout_s))
 
     @property
     def is_main(self) -> bool:

@@ -487,9 +487,7 @@ def peer_limit_s() -> float:
     Raises:
         ValueError: the variable is no number of seconds.
     """
-    text = os.environ.get(LIMIT_VARIABLE, "")
-    if not text:
-        return LIMIT_S
+    text = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_S)
     with contextlib.suppress(ValueError):
         if 0 <= (limit_s := float(text)) < float("inf"):
             return limit_s

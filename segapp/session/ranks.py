@@ -35,6 +35,7 @@ from segapp.parallel.distributed import (
     abandon,
     init_from_env,
     is_launched,
+    read_rank,
     shutdown,
 )
 from segapp.parallel.launch import STORE_VARIABLE, Peers, launch_local, peer_limit_s
@@ -140,13 +141,13 @@ def joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks
     if devices.mode != "ddp":
         yield Ranks(), devices, _find_peers(Ranks())
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     is_chosen = config.parallel.devices != "auto" or RANK_DEVICES in os.environ
-    own = devices.devices[local_rank % len(devices.devices)] if is_chosen else None
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or len(devices.devices))
-    is_shared = is_chosen and ranks_here > len(set(devices.devices))
     notes = [""]
     try:
+        local_rank = read_rank(os.environ)[2]
+        own = devices.devices[local_rank % len(devices.devices)] if is_chosen else None
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or len(devices.devices))
+        is_shared = is_chosen and ranks_here > len(set(devices.devices))
         with lines_while(lambda: _waiting_line(notes[-1]), FIRST_S if STORE_VARIABLE in os.environ else 1.0):
             backend = "gloo" if is_shared else None  # NCCL refuses a GPU with two ranks
             info = init_from_env(device=own, backend=backend, note=lambda line: notes.append(f"{line}; "))

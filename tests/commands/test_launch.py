@@ -169,6 +169,36 @@ def test_launch_that_cannot_start_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "limit", "code", "message"),
+    [
+        (["--nnodes", "two"], "", 2, "--nnodes two --nproc-per-node 1: invalid literal .*'two': correct the option"),
+        (["--rdzv-conf=read_timeout=9s"], "", 2, "--rdzv-conf=read_timeout=9s: .*: correct the option"),
+        (["--rdzv-conf=join_timeout=9s"], "", 2, "--rdzv-conf=join_timeout=9s: .*: correct the option"),
+        (["--rdzv-conf=is_host=0,join_timeout=1"], "", 8, "start the machine of the endpoint, or wait longer with"),
+        ([], "30s", 8, "SEGAPP_PEER_TIMEOUT_S='30s' is not a number of seconds: use 30, or 0 for no watch"),
+    ],
+)
+def test_job_that_cannot_meet_ends_before_its_ranks(
+    options: list[str],
+    limit: str,
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a wrong number, or since nothing listens at the endpoint."""
+    variables = {"SEGAPP_LAUNCH_SECRET": "x" * 16, "SEGAPP_PEER_TIMEOUT_S": limit}
+    monkeypatch.setattr(os, "environ", {**os.environ, **variables})
+    monkeypatch.setattr("logging.disable", lambda _: None)
+    words = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", *options]
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *words, "--", "train", "--config", "demo.yaml", "--run", str(tmp_path / "run")])
+    assert ended.value.code == code
+    assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.MULTILINE)
+
+
 class Marker(str):
     """A value whose unpickling makes the folder of that name."""
 
@@ -273,10 +303,12 @@ def test_machine_that_differs_from_the_job_ends_alone(capsys: pytest.CaptureFixt
     job = agents.SignedStore(store, "run", b"secret")
     job.set("record", replace(OWN, machine="node1", settings={"optim.lr": "0.5"}).as_json())
     assert late_agent(store).carry_out() == 2
-    assert "error: optim.lr is 0.014 on node2 and 0.5 on node1: start all" in capsys.readouterr().err
+    began = "the machines that began the job"
+    assert f"error: optim.lr is 0.014 on node2 and 0.5 on {began}: start all" in capsys.readouterr().err
     assert job.get("code") is None, "the others go on"
-    job.set("record", replace(OWN, machine="node1", data={}).as_json())
+    job.set("record", replace(OWN, data={}).as_json())  # this machine has begun the job, and comes back
     assert late_agent(store).carry_out() == 3
+    assert f"files of train is 144 on node2 and not there on {began}: copy" in capsys.readouterr().err
     job.set("record", replace(OWN, machine="node1").as_json())
     job.set("code", "75")
     assert late_agent(store).carry_out() == 75, "it agrees with the record"
@@ -328,8 +360,9 @@ def test_port_of_the_ranks_can_be_fixed(
     seen: dict[str, Any] = {}
     monkeypatch.setattr(os, "environ", {**os.environ, "SEGAPP_LAUNCH_SECRET": "x" * 16})
     monkeypatch.setattr("logging.disable", lambda _: None)
+    agent = Mock(carry_out=lambda: 0)
     monkeypatch.setattr(
-        "segapp.commands.launch.run_job", lambda *args, **words: seen.update(words, policy=args[2]) or 0
+        "segapp.commands.launch.join_job", lambda *args, **words: seen.update(words, policy=args[2]) or agent
     )
     request = request_for(tmp_path / "run", rdzv_endpoint="127.0.0.1:29500", others=others, config="demo.yaml")
     assert run_launch(request) == 0

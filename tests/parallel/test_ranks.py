@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -107,6 +108,7 @@ FULL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0
         ({"MASTER_ADDR": None}, "MASTER_ADDR not set in the environment: start the program with `torchrun"),
         ({"RANK": None, "LOCAL_RANK": None}, "RANK, LOCAL_RANK not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
+        ({"LOCAL_WORLD_SIZE": "2x"}, "LOCAL_WORLD_SIZE='2x' is not a number"),
         ({"RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
         ({}, "cuda:63"),
     ],
@@ -269,6 +271,13 @@ def test_values_of_other_ranks_run_no_code(monkeypatch, tmp_path):
     assert not (tmp_path / "ran").exists()
     pickle.loads(pickle.dumps(theirs))
     assert (tmp_path / "ran").exists(), "the value would have run code"
+
+
+def test_exchanges_on_the_host_wait_as_long_as_the_others(monkeypatch):
+    groups = []
+    monkeypatch.setattr(dist, "new_group", lambda **options: groups.append(options))
+    Ranks(distributed.RankInfo(0, 3, 0, torch.device("cpu"), "nccl", start_timeout_s=77.0))
+    assert groups == [{"backend": "gloo", "timeout": timedelta(seconds=77)}]
 
 
 def test_exchanges_of_ranks_send_what_they_are_given(monkeypatch):

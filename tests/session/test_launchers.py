@@ -9,7 +9,7 @@ import pytest
 
 import segapp
 from segapp.errors import ConfigError, DistributedError
-from segapp.parallel.distributed import DistributedSetupError, _read_rank, is_launched
+from segapp.parallel.distributed import DistributedSetupError, is_launched, read_rank
 from segapp.session.request import adopt_launcher, exit_code_for_launcher
 from tests.support.runs import merged
 
@@ -46,7 +46,7 @@ def test_first_machine_of_slurms_list(hosts: str, first: str) -> None:
 def test_a_rank_alone_on_its_gpu_needs_no_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     pod = {"RANK": "1", "WORLD_SIZE": "2", **MEETING}
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert _read_rank(pod) == (1, 2, 0)
+    assert read_rank(pod) == (1, 2, 0)
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MEETING, "TORCHELASTIC_RUN_ID": "none"}
@@ -57,7 +57,7 @@ ALONE = "a training of its own"
 def begun(environ: dict[str, str]) -> Any:
     """Return rank and number of ranks."""
     adopt_launcher(environ)
-    return _read_rank(environ)[:2] if is_launched(environ) else ALONE
+    return read_rank(environ)[:2] if is_launched(environ) else ALONE
 
 
 @pytest.mark.parametrize(

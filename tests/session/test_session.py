@@ -28,6 +28,7 @@ from segapp.errors import (
 )
 from segapp.memory.counters import DeviceInfo
 from segapp.parallel.distributed import DistributedSetupError, Ranks
+from segapp.parallel.launch import STORE_VARIABLE
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.session import ranks, session
@@ -216,7 +217,8 @@ def test_rank_takes_its_device_and_shares_it_through_gloo(
     monkeypatch.setattr(ranks, "init_from_env", join)
     for name in ("LOCAL_WORLD_SIZE", ranks.RANK_DEVICES):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"LOCAL_RANK": "1", **environ}.items():
+    started = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", STORE_VARIABLE: "store"}
+    for name, value in {**started, **environ}.items():
         monkeypatch.setenv(name, value)
     config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
     planned = ["cuda:0", "cuda:1"] if devices == "auto" else devices
@@ -224,6 +226,21 @@ def test_rank_takes_its_device_and_shares_it_through_gloo(
     with pytest.raises(DistributedError, match="no peers"), ranks.joined_ranks(config, plan):
         pass
     assert asked == [{"device": device and torch.device(device), "backend": backend}]
+
+
+@pytest.mark.parametrize("devices", ["auto", ["cpu", "cpu"]])
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_number_of_a_launcher_that_is_none_is_named(
+    name: str, devices: Any, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", STORE_VARIABLE: "store"}
+    for each, value in {**started, name: "1(x2)"}.items():
+        monkeypatch.setenv(each, value)
+    config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
+    plan = DevicePlan("ddp", (torch.device("cpu"), torch.device("cpu")), "")
+    refused = pytest.raises(DistributedError, match=rf"{name}='1\(x2\)' is not a number: start the program with")
+    with refused, ranks.joined_ranks(config, plan):
+        pass
 
 
 @pytest.mark.parametrize("steps", [[0], [0, 2], []], ids=["in the first step", "and in a later one", "without a way"])
