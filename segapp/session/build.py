@@ -106,8 +106,9 @@ def build_trainer(
     with own_generator(config.seed):  # threads of the caller may draw from the process's generator meanwhile
         assembler, parts, layout = _build_parts(config, ranks, devices, train_set, saved_plan, checkpoint, start)
     memory_note = momentum_note = None
+    largest_px = None if is_second_trial else _largest_px(config.data, train_set, limit)
     if checkpoint is None:
-        check_crop(config.data, _largest_px(config.data, train_set, limit), parts.model)
+        check_crop(config.data, largest_px, parts.model)
     if devices.devices[0].type == "cpu":
         num_images, eval_px = min(config.train.batch_size, len(train_set)), val_set.largest_px or config.data.crop_px
         memory_note = check_host_memory(config, num_images, math.prod(eval_px), ranks)
@@ -140,7 +141,7 @@ def build_trainer(
             scheme,
             train_set.targets,
             val_set.targets,
-            largest_px=train_set.largest_px,
+            largest_px=largest_px,
             num_images=len(train_set),
             num_batches=len(train_loader) if limit is None else 0,
             device_type=engine.device.type,

@@ -154,7 +154,7 @@ def _of_data(data: DataConfig, largest_px: tuple[int, int] | None) -> Iterator[s
 def check_crop(data: DataConfig, largest_px: tuple[int, int] | None, model: SegmentationModel) -> None:
     """Raise ConfigError, with the size to write, if a crop of half the pixels would hold as much of every image."""
     reached = _reached_px(data, largest_px)
-    if reached is None or is_component(data.format):  # of custom data, only some images have been read
+    if reached is None:
         return
     crop = data.crop_px
     height, width = map(min, model.suitable_size(*map(min, reached, crop)), crop)
@@ -169,7 +169,7 @@ def check_crop(data: DataConfig, largest_px: tuple[int, int] | None, model: Segm
 
 def _reached_px(data: DataConfig, largest_px: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return the largest height and width of an image before it is cropped; None if unknown."""
-    size = data.resize_px or largest_px
+    size = data.resize_px or (None if is_component(data.format) else largest_px)  # not all custom images are read
     if size is None or data.augment is not None:  # a custom list may enlarge images
         return None
     return math.ceil(size[0] * data.scale[1]), math.ceil(size[1] * data.scale[1])

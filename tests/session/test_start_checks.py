@@ -14,8 +14,9 @@ from segapp.config import validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
 from segapp.errors import ConfigError, DataError
+from segapp.session.request import ImageLimit
 from segapp.session.start_checks import changed_length_note, check_crop, start_alerts, start_notes
-from tests.support.runs import merged, train
+from tests.support.runs import events, merged, train
 
 CLASSES = ["ground", "box", "disc"]
 SCHEME = class_scheme("folder", classes=CLASSES)
@@ -55,6 +56,8 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
         ({"data": {"crop_px": [96, 160]}}, "data", "(at most 48 x 64 px, enlarged by at most 2 (data.scale))"),
         ({"data": {"crop_px": [96, 160], "resize_px": [90, 90]}}, None, ""),
         ({"data": {"crop_px": [64, 64], "scale": [1, 1]}}, "data", "every training image (at most 48 x 64 px)"),
+        ({"data": {"crop_px": [64, 64], "scale": [1, 1], "format": "m:f"}}, None, ""),  # not all images are read
+        ({"data": {"crop_px": [96, 160], "resize_px": [40, 60], "format": "m:f"}}, "data", "at most 40 x 60 px, enl"),
         ({"data": {"val_split": "test"}}, "data", "data.val_split = test: the best checkpoint is chosen on this split"),
         ({"data": {"val_split": "latest"}}, None, ""),
         ({"data": {"val_split": "test_2017"}}, "data", "segapp eval --split test_2017"),
@@ -112,6 +115,15 @@ def test_a_crop_of_padding_is_refused_at_the_start_of_a_run(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"at most 48 x 64 px.*: use \[96, 128\]"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_trial_knows_the_size_of_the_images_that_it_leaves_out(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segapp.session.build.image_sizes_of", lambda *_: [(48, 64), (40, 300), (300, 40)])
+    config = merged(tiny, data={"crop_px": [128, 160]}, train={"steps": 1})
+    assert train(config, tmp_path / "run", limit=ImageLimit(num_batches=1, num_val=1)) == 0
+    assert [each["message"] for each in events(tmp_path / "run", "alert") if "crop_px" in each["message"]] == []
 
 
 WSD = {"name": "wsd", "options": {"decay_ratio": 0.5}}
