@@ -310,8 +310,8 @@ class DataParallelModel(nn.Module):
         """Load from the state dict of an outer module, which may have contained the bare module."""
         keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if prefix and self._lack_prefix(keys):
-            for key in keys:
-                state_dict[f"{prefix}module.{key}"] = state_dict.pop(prefix + key)
+            # All are taken out first, because the new name of one may be the old name of another.
+            state_dict |= {f"{prefix}module.{key}": state_dict.pop(prefix + key) for key in keys}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _lack_prefix(self, keys: Iterable[str]) -> bool:

@@ -134,7 +134,7 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
     def enter(name: str, part: nn.Module, _args: Any) -> None:
         running.append(name)
         if name not in costs:
-            costs[name] = sum(2 * p.nbytes for p in part.parameters())
+            costs[name] = sum((1 + p.requires_grad) * p.nbytes for p in part.parameters())
 
     hooks: list[RemovableHandle] = []
     for name in names:

@@ -103,6 +103,24 @@ def test_check_without_samples_runs_the_training_step(where):
     assert [p.grad is None for p in net.parameters()] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("error", [AssertionError, AttributeError, KeyError, StopIteration])
+def test_network_may_refuse_a_probe_in_words_of_its_own(error):
+    class Refuses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+
+        def forward(self, x):
+            if x.is_meta or not len(x):
+                raise error
+            return self.net(x)
+
+    x = torch.randn(2, 3, 9, 9)
+    assert no_samples_problem(convert_sync_batchnorm(Refuses()), x) == "Refuses cannot compute a batch of 0 samples"
+    assert smallest_chunk(Refuses(), x) == 2
+    assert unused_parameters(Refuses(), x) == []
+
+
 @pytest.mark.parametrize("build", [Pooled, lambda: convert_sync_batchnorm(Pooled())], ids=["plain", "synchronised"])
 def test_unused_parameters_are_found_and_model_unchanged(build):
     net = build()

@@ -108,6 +108,17 @@ def test_wrapper_within_a_module_loads_both_forms(prefix):
     assert all(map(torch.equal, holder.state_dict().values(), other.state_dict().values()))
 
 
+def test_key_of_a_child_is_not_overwritten_by_its_parents():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.module = nn.Parameter(torch.rand(3)), nn.Linear(2, 2)
+
+    holder, other = nn.ModuleDict({"net": DataParallelModel(Twice(), ["cpu"] * 2)}), Twice()
+    holder.load_state_dict({f"net.{key}": value for key, value in other.state_dict().items()})
+    assert all(map(torch.equal, holder.state_dict().values(), other.state_dict().values()))
+
+
 class TestDataParallel:
     """`BalancedDataParallel` in place of `nn.DataParallel`."""
 

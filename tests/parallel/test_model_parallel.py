@@ -91,6 +91,8 @@ def test_measured_memory_counts_parameters_and_activations():
         "1": 7 * 20 * 4,  # ReLU keeps its output, which the next layer shares
         "2": 2 * 100 * 4,
     }
+    net[0].requires_grad_(False)
+    assert measure_stages(net, ["0", "1", "2"], x) == {"0": 200 * 4, "1": 0, "2": 2 * 100 * 4 + 7 * 20 * 4}
     assert balance_stages(net, ["cpu", "cpu"], x) == {name: torch.device("cpu") for name in "012"}
 
 

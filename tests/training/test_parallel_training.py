@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from segapp.assembly.pairs import build_scheme
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
+from segapp.parallel.model_parallel import balance_stages
 from segapp.session.build import _build_datasets
 from tests.support.fault_table import case
 from tests.support.golden_runs import float64
@@ -59,6 +61,28 @@ def test_dp_on_three_devices_equals_one_device(base: dict[str, Any], tmp_path: P
 def test_model_parallel_equals_one_device(base: dict[str, Any], single: Path, tmp_path: Path) -> None:
     assert train(three_epochs(base, mode="model", devices=CPUS[:2]), tmp_path / "run") == 0
     assert course(tmp_path / "run") == pytest.approx(course(single), rel=1e-5)
+
+
+def test_stages_suit_the_parameters_that_will_be_trained(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages stay where they are when a freeze ends."""
+    trained: list[int] = []
+
+    def balanced(module: nn.Module, *args: Any) -> Any:
+        trained.append(sum(p.requires_grad for p in module.parameters()))
+        return balance_stages(module, *args)
+
+    monkeypatch.setattr("segapp.training.step.assembler.balance_stages", balanced)
+    frozen = {"freeze": ["backbone"]}
+    plain = three_epochs(base, mode="model", devices=CPUS[:2]).model_dump(mode="json")
+    for name, model in (("none", {}), ("all", frozen), ("one", {**frozen, "freeze_epochs": 1})):
+        config = merged(plain, model=model, train={"steps": 1})
+        assert train(config, tmp_path / name) == 0
+    whole, without_backbone, later = trained
+    assert 0 < without_backbone < whole == later
+    counts = {name: events(tmp_path / name, "run_start")[0]["num_trainable"] for name in ("none", "all", "one")}
+    assert 0 < counts["one"] == counts["all"] < counts["none"]
 
 
 @pytest.mark.parametrize(

@@ -410,7 +410,13 @@ class StepAssembler:
             elif layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
                 example = self._example().to(inner.preprocessing.dtype).expand(2, -1, -1, -1)
-                place_stages(model, backend.stages(model, layout, example), rest=device, output_device=device)
+                is_thawed = self.config.model.freeze_epochs is not None
+                if is_thawed:  # the stages stay where they are, and the later epochs need more memory
+                    model.unfreeze()
+                stages = backend.stages(model, layout, example)
+                if is_thawed:
+                    model.freeze(self.config.model.freeze)
+                place_stages(model, stages, rest=device, output_device=device)
                 network = TrainedNetwork(model, inner, device)
             else:
                 replicas = DataParallelModel(inner, layout.devices, mode=backend.replica_mode(layout.devices))
