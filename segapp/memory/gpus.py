@@ -45,10 +45,8 @@ class GpuStatus:
 
     @property
     def is_available(self) -> bool:
-        """True if load and used memory are at most one half, the limits of GPUtil.getAvailable."""
-        if self.used_mib is None or not self.total_mib:
-            return False
-        return (self.utilization or 0.0) <= 0.5 and self.used_mib / self.total_mib <= 0.5
+        """False if load or used memory are known to be more than one half, the limits of GPUtil.getAvailable."""
+        return (self.utilization or 0.0) <= 0.5 and (self.used_mib or 0.0) / (self.total_mib or math.inf) <= 0.5
 
 
 @dataclass(frozen=True)
@@ -287,9 +285,9 @@ def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) ->
     """Return the indices of torch's devices, most free memory first, and the reason in one sentence.
 
     Devices that other processes use (more than half of the load or memory) are left out, unless all are in use. If
-    nvidia-smi does not answer, all devices are returned in torch's order.
+    nvidia-smi does not report the memory of each, all devices are returned in torch's order.
     """
-    by_uuid = {status.uuid: status for status in statuses}
+    by_uuid = {each.uuid: each for each in statuses if each.used_mib is not None and each.total_mib}
     known = {index: by_uuid[uuid] for index, uuid in enumerate(uuids) if uuid in by_uuid}
     if len(known) < len(uuids):
         reason = "nvidia-smi does not report their memory: all visible GPUs, in order"

@@ -234,6 +234,10 @@ def test_freest_gpu_comes_first_when_all_are_busy():
     assert "nvidia-smi" in reason
     busy = [GpuStatus(u, "", used, 100.0, 0.9, None) for u, used in (("a", 80.0), ("b", 60.0))]
     assert order_by_free_memory(["a", "b"], busy)[0] == [1, 0]
+    free = GpuStatus("a", "", 10.0, 100.0, 0.0, None)
+    for used_mib, total_mib in ((None, 100.0), (5.0, None)):
+        found = order_by_free_memory(["b", "a"], [free, GpuStatus("b", "", used_mib, total_mib, 0.0, None)])
+        assert found == ([0, 1], "nvidia-smi does not report their memory: all visible GPUs, in order")
     assert bare_uuid("GPU-12") == bare_uuid("12") == "12"
 
 
@@ -289,9 +293,9 @@ OWN = os.getpid()
         (100.0, 200.0, 0.51, False),
         (0.0, 200.0, 1.0, False),
         (100.0, 200.0, None, True),
-        (None, 200.0, 0.0, False),
-        (100.0, None, 0.0, False),
-        (0.0, 0.0, 0.0, False),
+        (None, 200.0, 0.0, True),
+        (100.0, None, 0.0, True),
+        (None, None, 0.51, False),
     ],
 )
 def test_gpu_is_available_up_to_half_of_its_load_and_memory(used_mib, total_mib, utilization, expected):
