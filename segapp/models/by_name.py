@@ -172,7 +172,7 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
     short = weights.rpartition("Weights.")[2]  # torchvision also spells it ResNet50_Weights.IMAGENET1K_V1
     if short in named:
         return named[short]()
-    if Path(weights).exists() or "/" in weights or Path(weights).suffix:
+    if Path(weights).exists() or "/" in weights or (Path(weights).suffix and "_Weights." not in weights):
         return Path(weights)
     if not named:
         raise CheckpointError(

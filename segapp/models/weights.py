@@ -190,7 +190,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
     """Return the tensors of a weights file, on the CPU.
 
     Accepts a state dict saved by torch.save, directly or under `model` (a segapp checkpoint), `state_dict` and other
-    common keys; or a `.safetensors` file, also by the folder of `save_pretrained`.
+    common keys; or a `.safetensors` file, also by the folder of `save_pretrained`. An average under `ema` is preferred.
 
     Raises:
         CheckpointError: the file is missing or damaged, has no tensors or several state dicts, or has objects other
@@ -204,6 +204,8 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
             content: Any = load_file(path, device="cpu")
     else:
         content = _read_torch(path, key)
+    average = content.get("ema") if isinstance(content, Mapping) else None
+    content = average if isinstance(average, Mapping) and "module" in average else content
     # A bound, because a pickled dict may contain itself.
     for _ in range(4):
         if not isinstance(content, Mapping):

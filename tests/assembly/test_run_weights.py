@@ -140,19 +140,23 @@ def test_padding_of_a_crop_is_near_zero_for_the_network(run: tuple[RunConfig, Pa
     assert normal.abs().max() < 1 / 255 / min(STD)
 
 
-@pytest.mark.parametrize("is_name", [True, False])
+@pytest.mark.parametrize("form", ["name", "folder", "file"])
 def test_weights_of_a_run_are_its_average(
-    run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, is_name: bool
+    run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     config, folder = run
     monkeypatch.chdir(folder.parents[1])
-    section = config.model.model_copy(update={"weights": "teacher" if is_name else str(folder)})
+    file = folder / "checkpoints" / "best.pt"
+    weights = {"name": "teacher", "folder": str(folder), "file": str(file)}[form]
+    section = config.model.model_copy(update={"weights": weights})
     model = build_network(section, 3)
-    best: dict[str, Any] = torch.load(folder / "checkpoints" / "best.pt", weights_only=True)
+    best: dict[str, Any] = torch.load(file, weights_only=True)
     for name, value in model.state_dict().items():
         assert torch.equal(value, best["ema"]["module"][name]), name
     (report,) = model.load_reports
     assert report.keys.missing == {}
+    evaluated = [load_trained(str(file), given).model.state_dict().values() for given in (None, config)]
+    assert all(map(torch.equal, *evaluated)), "with and without --config"
     fresh = build_network(section, 3, with_weights=False)
     assert not torch.equal(fresh.encoder.model.conv1[0].weight, model.encoder.model.conv1[0].weight)
 

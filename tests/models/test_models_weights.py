@@ -64,9 +64,15 @@ def prefixed(state, prefix):
     return {f"{prefix}{name}": value for name, value in state.items()}
 
 
+def zeros(state):
+    return {name: torch.zeros_like(value) for name, value in state.items()}
+
+
 FORMS = {
     "plain": lambda state: state,
     "checkpoint": lambda state: {"model": state, "step": 7, "config": {"a": [1, 2]}},
+    "checkpoint with an average": lambda state: {"model": zeros(state), "ema": {"module": state, "num_updates": 7}},
+    "checkpoint with another average": lambda state: {"model": state, "ema": {"shadow": zeros(state)}},
     "module in state_dict": lambda state: {"state_dict": prefixed(state, "module.")},
     "compiled": lambda state: prefixed(state, "_orig_mod."),
     "compiled in module": lambda state: prefixed(state, "module._orig_mod."),
@@ -322,6 +328,8 @@ def test_unknown_weights_name_is_refused_with_the_nearest():
         build_model("torchvision", "lraspp_mobilenet_v3_large", 3, weights="COCO_WITH_VOC")
     with pytest.raises(ConfigError, match=r"weights_backbone: 'IMAGENET1K_V3' is not .*did you mean IMAGENET1K_V1"):
         build(weights_backbone="IMAGENET1K_V3")
+    with pytest.raises(ConfigError, match=r"'MobileNet_V3_Small_Weights.IMAGENET1K_V3' is not .*IMAGENET1K_V1.*file"):
+        build(weights_backbone="MobileNet_V3_Small_Weights.IMAGENET1K_V3")
     with pytest.raises(CheckpointError, match=r"model\.weights: no file 'DEFAULT', and there are no named weights of"):
         build(weights="DEFAULT")
     with pytest.raises(ConfigError, match=r"weights_backbone: 'imagenett' is not .*did you mean imagenet"):
