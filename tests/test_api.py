@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -40,7 +41,7 @@ from segapp.run.events import Event
 from segapp.scores import SCORES
 from segapp.waiting import has_progress_bar
 from tests.support.recorded_runs import RecordedRun
-from tests.support.runs import events
+from tests.support.runs import events, merged
 from tests.support.runs import train as train_plainly
 
 
@@ -241,6 +242,14 @@ def test_overrides_may_be_a_mapping_of_plain_values(tiny: dict[str, Any], tmp_pa
     config = api._read(tiny, api._words(given))
     found = (config.name, config.seed, config.optim.lr, config.data.crop_px, config.data.root)
     assert found == ("no", 3, 1e-5, (32, 48), str(tmp_path))
+
+
+def test_sections_may_be_any_mapping(tiny: dict[str, Any]) -> None:
+    """As OmegaConf's are; an override changes one key of a section, and nothing that the caller has."""
+    given = {key: UserDict(value) if isinstance(value, dict) else value for key, value in tiny.items()}
+    config = api._read(UserDict(given), ["train.epochs=7", "data.val_split=train"])
+    assert config == merged(tiny, train={"epochs": 7}, data={"val_split": "train"})
+    assert given["data"] == tiny["data"]
 
 
 def test_module_in_training_predicts_as_evaluated(tiny: dict[str, Any], tiny_root: Path, tmp_path: Path) -> None:

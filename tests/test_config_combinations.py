@@ -65,6 +65,12 @@ RULES: list[tuple[str, str, str, str]] = [
     ("schedule.min_lr", "schedule.min_lr=0.01", "schedule.min_lr=0.02", "above optim.lr = 0.01"),
     ("schedule.options", "schedule={name: step, options: {steps: [9]}}", "schedule.name=step", "list the epochs"),
     ("schedule.warmup_steps", "schedule.warmup_steps=1", "schedule={name: onecycle, warmup_steps: 1}", "set it to 0"),
+    (
+        "schedule.warmup_steps",
+        "schedule={name: poly, warmup_steps: 0.4%}",
+        "schedule={name: onecycle, warmup_steps: 0.4%}",
+        "set it to 0",
+    ),
     ("train.compile", "train.compile=true", "train.compile=true; parallel.mode=dp", "mode: dp"),
     ("train.compile", "train.compile=reduce-overhead", "train.compile=reduce-overhead; parallel.mode=ddp", "mode: ddp"),
     ("train.compile", "train.compile=reduce-overhead", "train.compile=reduce-overhead; train.accumulate=2", "a pass"),

@@ -127,8 +127,8 @@ def _merge(raw: dict[str, Any], overrides: Mapping[tuple[str, ...], Any]) -> Non
     for path, value in overrides.items():
         node = raw
         for part in path[:-1]:
-            if not isinstance(node.get(part), dict):
-                node[part] = {}
+            inner = node.get(part)
+            node[part] = dict(inner) if isinstance(inner, Mapping) else {}
             node = node[part]
         if path[-1] == "name" and path[0] in BUILT_INS:
             _drop_defaults(node, BUILT_INS[path[0]])

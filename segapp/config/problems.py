@@ -270,7 +270,8 @@ _SCHEDULE: tuple[Rule, ...] = (
     ("schedule.options",
      lambda c: c.schedule.name == "step" and not (c.schedule.options["epochs"] or c.schedule.options["steps"]),
      "has neither epochs nor steps, but schedule.name is step: list the epochs, e.g. {{epochs: [60, 80]}}"),
-    ("schedule.warmup_steps", lambda c: c.schedule.name == "onecycle" and c.schedule.num_warmup_steps(100),
+    ("schedule.warmup_steps",
+     lambda c: c.schedule.name == "onecycle" and float(str(c.schedule.warmup_steps).removesuffix("%")),
      "cannot be combined with onecycle, which has its own warm-up: set it to 0"),
 )
 

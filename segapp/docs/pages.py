@@ -180,12 +180,12 @@ def _index() -> dict[Page, dict[str, int]]:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a text in lower case, without the ending of a plural.
+    """Return the words of a text in lower case, without the ending of a plural and a last e.
 
-    >>> _words("Two models: train.early_stop")
-    ['two', 'model', 'train', 'early', 'stop']
+    >>> _words("Two losses: train.early_stop"), _words("loss")
+    (['two', 'loss', 'train', 'early', 'stop'], ['loss'])
     """
-    return [word.removesuffix("s") for word in re.findall(r"[^\W_]+", text.lower())]
+    return [re.sub("(?<!s)s$", "", word).removesuffix("e") for word in re.findall(r"[^\W_]+", text.lower())]
 
 
 _SMALL_WORDS = set(_words("a an and are at be by can do does for from have how i if in is it me my of on or the to use "

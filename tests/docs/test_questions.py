@@ -93,5 +93,10 @@ def test_question_in_full_finds_the_section_that_answers() -> None:
     assert found == {words: topic for topic, questions in IN_FULL.items() for words in questions.split(" | ")}
 
 
+@pytest.mark.parametrize(("one", "several"), [("loss", "losses"), ("class", "classes"), ("image", "images")])
+def test_one_and_several_find_the_same(one: str, several: str) -> None:
+    assert [hit.page for hit in search_pages(one)] == [hit.page for hit in search_pages(several)] != []
+
+
 def test_words_are_found_whole() -> None:
     assert [hit.page.topic for hit in search_pages("mac")] == ["platforms"]  # and not "machine"
