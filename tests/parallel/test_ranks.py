@@ -140,7 +140,7 @@ def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):
     monkeypatch.setattr(distributed, "die_with_parent", lambda: calls.append("the launcher"))
     monkeypatch.setattr(distributed, "_meeting_store", lambda *args: calls.append(args[:2]) or "store")
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((*args, options)))
-    info = init_from_env(device="cpu")
+    info = init_from_env(device="cpu", start_timeout_s=77.0)
     assert (info.rank, info.world_size, info.local_rank, info.device, info.backend) == (
         1, 3, 0, torch.device("cpu"), "gloo"
     )  # fmt: skip
@@ -148,6 +148,7 @@ def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):
     assert (watch, meeting) == ("the launcher", (1, 3))
     chosen = [options[name] for name in ("store", "rank", "world_size", "device_id")]
     assert (backend, chosen) == ("gloo", ["store", 1, 3, None])
+    assert (info.start_timeout_s, options["timeout"]) == (77.0, timedelta(seconds=77))
 
 
 @pytest.fixture(params=[1, 2])
