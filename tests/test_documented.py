@@ -392,7 +392,7 @@ ATTRIBUTES |= {
 
 
 def test_each_documented_line_has_a_row(run: Path) -> None:
-    assert sorted(documented("Raises")) == sorted(RAISES)
+    assert sorted(documented("Raises")) == sorted(RAISES), "RAISES has a row for each documented error"
     attributes = [(name, word) for name, row in ATTRIBUTES.items() for word in called(row, run)[1]]
     assert sorted(documented("Attributes")) == sorted(attributes)
 
@@ -433,7 +433,7 @@ def test_names_for_an_own_loop_are_on_the_page(package: types.ModuleType) -> Non
     assert dir(package) == names == sorted(names)
     assert len(names) < 28, "names of the trainer are imported from the modules"
     page = find_page("own-loop")[0].text()
-    assert [name for name in names if f"`{name}`" not in page] == []
+    assert [name for name in names if f"`{name}`" not in page] == [], "name them on the page own-loop"
     assert all(inspect.getdoc(getattr(package, name)) for name in names)
 
 
@@ -480,5 +480,6 @@ def test_options_are_keywords() -> None:
 def test_script_for_the_type_checker_has_every_name() -> None:
     """mypy checks it in the gate, with its mistakes; see pyproject.toml."""
     text = (ROOT / "tests" / "support" / "user_script.py").read_text()
-    assert [name for name in PUBLIC if not re.search(rf"\b{name.split('.')[-1]}\b", text)] == []
+    missing = [name for name in PUBLIC if not re.search(rf"\b{name.split('.')[-1]}\b", text)]
+    assert missing == [], "call them in tests/support/user_script.py"
     assert text.count("# type: ignore[") >= 20

@@ -111,7 +111,7 @@ def with_trackers(run: Path, **trackers: str) -> None:
 
 def test_every_command_has_words() -> None:
     command: Any = typer.main.get_command(app)
-    assert {*COMMANDS} == {*command.commands}
+    assert {*COMMANDS} == {*command.commands}, "a new command belongs here"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FREQUENT else pytest.mark.slow) for n in COMMANDS])

@@ -126,16 +126,20 @@ class BuiltIn:
     """Path of the factory, `package.module:name`; a string, so that the config imports no torch."""
     options: type[Section] = NoOptions
     """The keys in `options`."""
+    is_overlap: bool = False
+    """True for a loss of the overlap of whole classes: rare classes count as much as frequent ones."""
+    takes_sets: bool = False
+    """True for a loss that works on classes that do not exclude each other (`data.multilabel`)."""
 
 
 LOSSES: Mapping[str, BuiltIn] = {
     "ce": BuiltIn("segapp.losses.cross_entropy:CriterionCE", CrossEntropyOptions),
     "ohem": BuiltIn("segapp.losses.pixel_losses:CriterionOHEM", OhemOptions),
-    "bce": BuiltIn("segapp.losses.pixel_losses:CriterionBCE", BinaryOptions),
-    "dice": BuiltIn("segapp.losses.overlap:CriterionDice", DiceOptions),
-    "tversky": BuiltIn("segapp.losses.overlap:CriterionTversky", TverskyOptions),
-    "focal": BuiltIn("segapp.losses.pixel_losses:CriterionFocal", FocalOptions),
-    "lovasz": BuiltIn("segapp.losses.overlap:CriterionLovasz"),
+    "bce": BuiltIn("segapp.losses.pixel_losses:CriterionBCE", BinaryOptions, takes_sets=True),
+    "dice": BuiltIn("segapp.losses.overlap:CriterionDice", DiceOptions, is_overlap=True, takes_sets=True),
+    "tversky": BuiltIn("segapp.losses.overlap:CriterionTversky", TverskyOptions, is_overlap=True, takes_sets=True),
+    "focal": BuiltIn("segapp.losses.pixel_losses:CriterionFocal", FocalOptions, takes_sets=True),
+    "lovasz": BuiltIn("segapp.losses.overlap:CriterionLovasz", is_overlap=True),
     "mask_classification": BuiltIn("segapp.losses.mask_classification:CriterionMaskClassification"),
 }
 OPTIMIZERS: Mapping[str, BuiltIn] = {

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from segapp.config.modes import unsupported
-from segapp.config.options import UNKNOWN_OPTION
+from segapp.config.options import LOSSES, UNKNOWN_OPTION
 from segapp.config.sections import MAX_LABELS, DataConfig, ParallelConfig, RunConfig
 from segapp.config.trust import component_names
 from segapp.config.values import section_of
@@ -185,9 +185,6 @@ def _has_other_number_of_budgets(parallel: ParallelConfig) -> bool:
     is_named = isinstance(parallel.devices, list) and parallel.mode not in ("single", "model")
     return is_named and len(parallel.memory_budget_mib or ()) != len(parallel.devices)
 
-
-MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal")
-"""The losses for classes that do not exclude each other."""
 
 _BUDGETS = "parallel.memory_budget_mib"
 
@@ -368,11 +365,12 @@ def _problems_of_lists(config: RunConfig) -> Iterator[tuple[str, str]]:
     # The mode of auto depends on the devices; `check_mode` is called when it is known.
     if mode != "auto":
         yield from ((feature.key, feature.problem(mode)) for feature in unsupported(config, mode))
+    for_sets = [name for name, built_in in LOSSES.items() if built_in.takes_sets]
     for path, term in loss.by_key().items():
-        if data.multilabel is not None and term.name not in MULTILABEL_LOSSES:
+        if data.multilabel is not None and term.name not in for_sets:
             yield (
                 f"{path}.name",
-                f"{term.name} is for one class per pixel: with data.multilabel use {', '.join(MULTILABEL_LOSSES)}",
+                f"{term.name} is for one class per pixel: with data.multilabel use {', '.join(for_sets)}",
             )
     for i, term in enumerate(loss.plus):
         if term.name == "mask_classification":

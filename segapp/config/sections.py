@@ -185,7 +185,7 @@ class ModelConfig(Section):
     """`model:` the model."""
 
     library: Literal["torchvision", "smp", "segapp", "python"] = "torchvision"
-    """torchvision (torchvision.models.segmentation), smp (segmentation_models_pytorch), segapp (eomt), or python (a
+    """torchvision (torchvision.models.segmentation), smp (segmentation_models_pytorch), segapp (its own), or python (a
     custom component). Change it together with name; segapp models lists all."""
     name: str = "deeplabv3_resnet50"
     """Model name in its library, or for library python a custom component: package.module:factory or ./file.py:factory.

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from segapp.config.load import config_of
+from segapp.config.options import LOSSES
 from segapp.errors import ConfigError, some_names
 from segapp.run.events import Alert, RunStart, Val, parse_event
 from segapp.scores import score_named
@@ -139,7 +140,7 @@ def _with_share(name: str, share: float | None) -> str:
 def _moves(start: RunStart, config: Mapping[str, Any]) -> str:
     """Return the changes to try, the most helpful first; only those that the config lacks and accepts."""
     data, loss, train = config["data"], config["loss"], config["train"]
-    has_overlap = {"dice", "tversky", "lovasz"} & {term["name"] for term in (loss, *loss["plus"])}
+    has_overlap = any(LOSSES[term["name"]].is_overlap for term in (loss, *loss["plus"]) if term["name"] in LOSSES)
     sampling = "foreground" if start.foreground else "class-balanced"
     words = [
         *([] if has_overlap else ["loss.plus=[{name: dice}]"]),

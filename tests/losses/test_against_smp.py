@@ -128,8 +128,9 @@ exponents = st.sampled_from([0.5, 1.0, 2.0, 3.5])
 
 
 def test_every_criterion_is_compared():
-    compared = {name.split("_")[1] for name in globals() if name.startswith("test_") and name.endswith("_definition")}
-    assert compared == LOSSES.keys() - {"mask_classification"}
+    names = [name.removeprefix("test_") for name in globals() if name.endswith("_definition")]
+    compared = {name.partition("_has_")[0].removesuffix("_of_sets") for name in names}
+    assert compared == LOSSES.keys() - {"mask_classification"}, "write test_NAME_has_..._definition for a new loss"
 
 
 @drawn

@@ -24,6 +24,7 @@ from segapp.errors import ConfigError
 from segapp.export.write import write_export
 from segapp.memory.peaks import SimulationJob
 from segapp.models import SegmentationModel, build_model
+from segapp.models.by_name import OWN
 from segapp.models.names import timm_options
 from segapp.planning.simulate import build_simulator
 from tests.export.test_export import info_of
@@ -89,7 +90,7 @@ def test_table_has_every_model_and_many_families() -> None:
         architecture.__name__ for architecture in smp.MODEL_ARCHITECTURES_MAPPING.values()
     }
     assert len({encoder for library, _, encoder in TABLE if library == "smp" and encoder.startswith("tu-")}) >= 24
-    assert {name for library, name, _ in TABLE if library != "smp"} == {"fcn", "deeplabv3", "lraspp", "eomt"}
+    assert {name for library, name, _ in TABLE if library != "smp"} == {"fcn", "deeplabv3", "lraspp", *OWN}
     assert {name for _, name, _ in one_of_each()} == {name for _, name, _ in TABLE}
 
 
