@@ -205,8 +205,9 @@ class TrainingReporter:
         live = self.controller.settings
         present = {
             "resumed_from_step": resumed_from_step,
-            "gpu0_bsz": live.gpu0_bsz,
+            "gpu0_bsz": live.split.first,
             "is_auto": live.is_auto,
+            "live": self.controller.live,
             "split": self._split(),
             "checker": self.controller.split_checker().to_json(),
         }

@@ -132,9 +132,9 @@ def gpu0_content(view: View, status: Status, width: int, *, can_edit: bool) -> C
 def _idle_lines(view: View, can_edit: bool) -> list[Content]:
     gpu0 = view.gpu0
     batch = f"  batch {view.start.batch_size}" if view.start is not None else ""
-    how = "  auto" if view.is_auto else ""
+    how = "  auto" if view.live.get("gpu0_bsz") == "auto" else ""
     lines = [Content.assemble((share_text(gpu0.value), "bold"), f"{how}  split {dots(view.split)}{batch}")]
-    last = gpu0.last
+    last = gpu0.changes[-1] if gpu0.changes else None
     if last is not None and last.status == "applied":
         peaks = _observed(view, last.predicted_mib, last.observed_mib)
         when = f" at epoch {last.epoch}" if last.epoch is not None else ""

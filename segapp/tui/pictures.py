@@ -106,8 +106,7 @@ class PictureView(StripWidget):
         self._has_color = has_color
         self._paths: dict[PictureKey, Path] = {}
         self._shown: PictureKey | None = None
-        self._written_ns: int | None = None
-        """When the shown file was written; an evaluation that a resume repeats writes it again."""
+        self._written_ns = 0  # the shown file; an evaluation that a resume repeats writes it again
         self._names: dict[Rgb, str] = {}
 
     def show(self, paths: list[Path], view: View) -> None:
@@ -143,7 +142,6 @@ class PictureView(StripWidget):
         return min((p for p in self._paths if p.epoch == epoch), key=lambda p: abs(p.image - image), default=None)
 
     def _announce(self) -> None:
-        self._written_ns = None
         if self._shown is None:
             self.border_subtitle = Content("none yet")
         else:

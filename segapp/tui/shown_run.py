@@ -132,11 +132,10 @@ class ShownRun:
             text = f"config.yaml cannot be read: {error.strerror}"
         lines = [Content(printable(line)) for line in text.splitlines()]
         for name, answer in self.view.changes.items():
-            value = self.view.gpu0.value if name == "gpu0_bsz" else (answer.changes or {})[name]
-            note = Content.styled(
-                f"  # now {name}: {value}, by {answer.by} at step {answer.step}", "$text-warning bold"
-            )
-            found = (i for i, line in enumerate(lines) if line.plain.strip().startswith(f"{name}:"))
+            now = f"  # now {name}: {self.view.live.get(name)}, by {answer.by} at step {answer.step}"
+            note = Content.styled(now, "$text-warning bold")
+            # Groups of parameters have an lr_factor, too, further to the right.
+            found = (i for i, line in enumerate(lines) if line.plain.startswith(f"  {name}:"))
             at = next(found, len(lines))
             lines[at : at + 1] = [line + note for line in lines[at : at + 1] or [Content("")]]
         return Content("\n").join(lines)

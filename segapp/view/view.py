@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
+from segapp.chunks import SPLIT_NAMES
 from segapp.memory.peaks import PeakModel
 from segapp.memory.split_check import SplitChecker, usable_mib
 from segapp.run import events
-from segapp.run.words import number, printable, share_text
+from segapp.run.words import dots, number, printable, share_text
 from segapp.scores import EpochLoss, Score, as_float, score_named
 from segapp.view.history import Evaluations, LossHistory
 from segapp.view.wording import LogLine, log_line
@@ -55,13 +56,11 @@ class Gpu0:
     """`gpu0_bsz`: the present value, the pending change, and the last change."""
 
     value: int | None = None
+    split: list[int] | None = None
+    """Samples per device, with which it began; `View.split` may know of the next one before."""
     pending: events.Gpu0Bsz | None = None
     changes: list[events.Gpu0Bsz] = field(default_factory=list)
     """The changes that were applied, canceled or reverted."""
-
-    @property
-    def last(self) -> events.Gpu0Bsz | None:
-        return self.changes[-1] if self.changes else None
 
 
 PASSING_ALERTS = frozenset({"compile", "settings"})
@@ -110,12 +109,14 @@ class View:
     checkpoint: events.Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
+    live: dict[str, Any] = field(default_factory=dict)
+    """The settings in force that commands can change, as `set` takes them, as far as they are known."""
     pending: dict[str, events.CommandAnswer] = field(default_factory=dict)
     """Accepted commands without a final answer."""
     answers: dict[str, events.CommandAnswer] = field(default_factory=dict)
     """Final answers, by id; the last 200."""
     changes: dict[str, events.CommandAnswer] = field(default_factory=dict)
-    """Setting -> the last command that changed it."""
+    """Setting -> the command that set the value in force."""
     phase: str | None = None
     """Phase of the last heartbeat: train, eval, save, paused, start."""
     is_paused: bool = False
@@ -184,12 +185,6 @@ class View:
     def has_logical_devices(self) -> bool:
         """True if several devices share a process, so the memory of each is unknown."""
         return len(self.device_groups) < len(self.devices)
-
-    @property
-    def is_auto(self) -> bool:
-        """True if `gpu0_bsz` follows the measured memory."""
-        known = [event for event in (self.start, self.gpu0.last) if event is not None]
-        return bool(known and max(known, key=lambda event: event.t).is_auto)
 
     @property
     def step_interval_s(self) -> float:
@@ -431,7 +426,8 @@ class EventFold:
         view.at_step, view.moved_s = event.resumed_from_step, None
         self._set_paused(False, event.t)
         self._end_commands()
-        view.gpu0.value = event.gpu0_bsz
+        view.gpu0.value, view.gpu0.split = event.gpu0_bsz, event.split
+        self._note_live(event.live or {"gpu0_bsz": "auto" if event.is_auto else event.gpu0_bsz})
         view.step_times_s.clear()
         self._note_split(event.split)
         if event.resumed_from_step is not None:
@@ -474,22 +470,22 @@ class EventFold:
             return
         gpu0.pending = None
         gpu0.changes.append(event)
+        self._note_live(event.live or view.live)
         if event.status == "cancelled":
             return
-        if event.status == "applied" and event.new == gpu0.value:
-            return  # it was requested with another setting, and was in use
+        before, gpu0.split = gpu0.split, event.split or gpu0.split
         if event.status == "applied":
+            if event.new == gpu0.value and gpu0.split == before:
+                return  # it was requested with another setting, and was in use
             gpu0.value = event.new
         else:
             gpu0.value = event.old
-            reason = f": {event.reason}" if event.reason else ""
-            text = f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
-            self._raise(events.Alert(kind="reverted", message=text, t=event.t))
+            self._raise(events.Alert(kind="reverted", message=f"the split was reverted: {event.reason}", t=event.t))
         self._note_split(event.split)
         if event.observed_mib and event.split:
             self._keep_peaks(tuple(event.split), event.observed_mib)
-        step = int(view.history.step[-1]) if view.history.size else 0
-        view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
+        text = f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}, split {dots(gpu0.split)}"
+        view.marks.append(Mark(event.step or view.at_step or 0, "gpu0_bsz", text))
 
     def _fold_answer(self, event: events.CommandAnswer) -> None:
         view = self.view
@@ -498,11 +494,22 @@ class EventFold:
             return
         view.pending.pop(event.id, None)
         view.answers[event.id] = event
-        view.changes |= dict.fromkeys(event.changes or (), event)
+        changes = dict(event.changes or {})
+        if changes.pop("gpu0_bsz_auto", False):
+            changes["gpu0_bsz"] = "auto"
+        replaced = () if SPLIT_NAMES.isdisjoint(changes) else SPLIT_NAMES
+        self._note_live({**view.live, **dict.fromkeys(replaced), **changes})
+        view.changes |= dict.fromkeys(changes, event)
         if len(view.answers) > 200:
             del view.answers[next(iter(view.answers))]
         if event.status == "applied" and event.command in ("pause", "resume"):
             self._set_paused(event.command == "pause", event.t)
+
+    def _note_live(self, live: dict[str, Any]) -> None:
+        """Fold the settings in force; forget the commands whose values are not."""
+        view = self.view
+        view.changes = {name: each for name, each in view.changes.items() if live.get(name) == view.live.get(name)}
+        view.live = live
 
     def _fold_alert(self, event: events.Alert) -> None:
         self.view.num_alerts += 1

@@ -22,7 +22,7 @@ from segapp.run.events import CommandAnswer
 from segapp.run.words import duration
 from segapp.view.view import View
 
-_DEFAULTS: Mapping[str, Any] = {"gpu0_bsz": None, "lr_factor": 1.0, "recompute": "config"}
+_DEFAULTS: Mapping[str, Any] = {"lr_factor": 1.0, "recompute": "config"}
 _SHOWN_S = 2.0
 """Time from which a command without an answer is shown as waiting."""
 
@@ -58,12 +58,9 @@ class Wish:
 def in_force(view: View, name: str) -> Any:
     """Return the value of a setting that commands can change; a split that `shares` set is the list of its samples."""
     if name in SPLIT_NAMES:
-        by_shares, by_number = (view.changes.get(each) for each in ("shares", "gpu0_bsz"))
-        if by_shares is not None and (by_number is None or by_shares.t > by_number.t):
-            return list(view.split or ())
-        return "auto" if view.is_auto else view.gpu0.value
-    answer = view.changes.get(name)
-    return _DEFAULTS[name] if answer is None else (answer.changes or {})[name]
+        by_number = view.live.get("gpu0_bsz")
+        return view.live.get("shares") if by_number is None else by_number
+    return view.live.get(name, _DEFAULTS[name])
 
 
 class Wishes:
@@ -187,8 +184,9 @@ def _undoing(last: Wish, view: View) -> tuple[Command | None, str]:
         return None, f"{last.text} cannot be taken back"
     for name, value in command.changes.items():
         if in_force(view, name) != value:
-            by = view.changes[name].by if name in view.changes else "auto"
-            return None, f"{name} was changed by {by} since: {last.text} is not in force any more"
+            kin = SPLIT_NAMES if name in SPLIT_NAMES else {name}
+            by = "".join(f" by {answer.by}" for each, answer in view.changes.items() if each in kin)
+            return None, f"{name} was changed{by} since: {last.text} is not in force any more"
     # The split before may have been of the other kind.
     kinds = {name: "shares" if isinstance(value, list) else "gpu0_bsz" for name, value in last.before.items()}
     before = {(kinds[name] if name in SPLIT_NAMES else name): value for name, value in last.before.items()}

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -94,7 +95,7 @@ class RecordedRun:
         with mock.patch("time.time", self.clock):
             self.writer.write(event)  # type: ignore[arg-type]
 
-    def write_start(self, resumed_from_step: int | None = None) -> None:
+    def write_start(self, resumed_from_step: int | None = None, live: dict[str, Any] | None = None) -> None:
         names = [f"cuda:{i}" if self.device == "cuda" else "cpu" for i in range(self.num_devices)]
         self.write(
             RunStart(
@@ -106,6 +107,7 @@ class RecordedRun:
                 devices=[Device(device=name, total_mib=22_528) for name in names],
                 acquired_s=self.acquired_s,
                 gpu0_bsz=self.gpu0_bsz,
+                live=live,
                 split=list(self.split),
                 resumed_from_step=resumed_from_step,
                 palette=PALETTE if self.classes == list(CAMVID) else None,
@@ -231,7 +233,8 @@ class RecordedRun:
             self.gpu0_bsz = new
             self.write(Gpu0Bsz(status="applied", old=old, new=new, split=list(split), epoch=number, id=command_id,
                                predicted_mib=[18_000.0] * self.num_devices))  # fmt: skip
-            self.write(CommandAnswer(id=command_id, command=command, by="alice@box", status="applied", step=self.step))
+            self.write(CommandAnswer(id=command_id, command=command, by="alice@box", status="applied", step=self.step,
+                                     changes={"gpu0_bsz": new}))  # fmt: skip
 
     def beat(self, phase: str, after_s: float = 1.0) -> None:
         self.write(Heartbeat(pid=23168, phase=phase, step=self.step), after_s)

@@ -269,12 +269,12 @@ def record(name: str, root: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 SHORT = {
-    "run_start": ("resumed_from_step", "gpu0_bsz", "is_auto", "split"),
+    "run_start": ("resumed_from_step", "gpu0_bsz", "is_auto", "live", "split"),
     "epoch_start": ("epoch", "split", "lr"),
     "step": ("step", "split", "loss", "grad_norm", "lr"),
     "val": ("step", "loss", "miou"),
     "command": ("id", "command", "status", "reason", "changes", "step"),
-    "gpu0_bsz": ("status", "old", "new", "split", "epoch", "step", "id", "is_auto", "reason"),
+    "gpu0_bsz": ("status", "old", "new", "split", "epoch", "step", "id", "is_auto", "live", "reason"),
     "settings": ("step", "reason", "fallbacks", "failed_split", "recompute", "topology", "split"),
     "alert": ("kind", "message", "step"),
     "oom": ("device", "index", "phase", "step", "action", "split", "advice"),

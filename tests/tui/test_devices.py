@@ -142,9 +142,8 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
 
     assert shown() == ["3  split 3·5  batch 8", "press b to change it from the next epoch on"]
     assert shown(can_edit=False) == ["3  split 3·5  batch 8"]
-    view.gpu0.changes.append(
-        Gpu0Bsz(status="applied", old=2, new=3, epoch=4, predicted_mib=[5120.0, 1.0], is_auto=True, t=60.0)
-    )
+    view.live["gpu0_bsz"] = "auto"
+    view.gpu0.changes.append(Gpu0Bsz(status="applied", old=2, new=3, epoch=4, predicted_mib=[5120.0, 1.0]))
     assert shown() == ["3  auto  split 3·5  batch 8", "applied at epoch 4, GPU0 peak 6.0 (predicted 5.0)"]
     view.gpu0.changes.append(Gpu0Bsz(status="applied", old=2, new=3, observed_mib=[7168.0, 1.0]))
     assert shown()[1] == "applied, GPU0 peak 7.0"

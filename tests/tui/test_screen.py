@@ -455,10 +455,11 @@ def test_ascii_mode_shows_only_ascii_on_every_page(fresh: RecordedRun) -> None:
 def test_screen_says_what_run_it_is_and_shows_its_config(fresh: RecordedRun) -> None:
     config = ["name: a", "data:", "  format: folder", "  root: \"/data/wheat\\x9b-2026\"", "model:",
               "  name: DeepLabV3Plus",
-              "optim:", "  name: adamw", "  lr: 0.014", "parallel:", "  gpu0_bsz: 4",
+              "optim:", "  name: adamw", "  lr: 0.014", "  groups:", "  - params: backbone", "    lr_factor: 10.0",
+              "parallel:", "  gpu0_bsz: 4", "train:", "  recompute: 'off'",
               "log:", "  mlflow: http://bob:secret@box/x"]  # fmt: skip
     fresh.folder.write_config("\n".join(config) + "\n")
-    changes = ({"gpu0_bsz": 6}, {"lr_factor": 0.5}, {"lr_factor": 0.25})
+    changes = ({"recompute": "all"}, {"lr_factor": 0.5}, {"lr_factor": 0.25}, {"gpu0_bsz_auto": True})
     for i, change in enumerate(changes):
         text = ",".join(f"{name}={value}" for name, value in change.items())
         fresh.write(CommandAnswer(id=f"{i:012}", command=f"set {text}", by="alice@box", status="applied", step=70 + i,
@@ -466,14 +467,20 @@ def test_screen_says_what_run_it_is_and_shows_its_config(fresh: RecordedRun) -> 
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert r"DeepLabV3Plus · wheat\x9b-2026 · adamw 0.014" in screen_text(app).splitlines()[0]
-        app.view.gpu0.value = 5  # auto has changed it since
         await press(app, pilot, "C")
         text = screen_text(app)
-        for wanted in ("format: folder", "gpu0_bsz: 4  # now gpu0_bsz: 5, by alice@box at step 70",
-                       "# now lr_factor: 0.25, by alice@box at step 72", "http://box/x"):  # fmt: skip
+        for wanted in ("format: folder", "gpu0_bsz: 4  # now gpu0_bsz: auto, by alice@box at step 73",
+                       "recompute: 'off'  # now recompute: all, by alice@box at step 70", "lr_factor: 10.0  ",
+                       "   # now lr_factor: 0.25, by alice@box at step 72", "http://box/x"):  # fmt: skip
             assert wanted in text, text
         assert "secret" not in text
         assert "\x9b" not in text
+        await press(app, pilot, "escape")
+        fresh.write_start(live={"lr_factor": 0.25, "gpu0_bsz": 4, "recompute": "config"})
+        await press(app, pilot)
+        await press(app, pilot, "C")
+        assert "now lr_factor: 0.25, by alice@box" in screen_text(app)
+        assert all(f"now {name}" not in screen_text(app) for name in ("gpu0_bsz", "recompute")), "a resume changed them"
         await press(app, pilot, "escape")
         fresh.folder.config_yaml.unlink()
         await press(app, pilot, "C")

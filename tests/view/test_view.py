@@ -89,14 +89,15 @@ def test_resumed_run_shows_the_share_it_resumes_with(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps_per_epoch=10)
     run.epoch()
     run.change_gpu0(6)
-    run.write(Gpu0Bsz(status="applied", old=6, new=7, split=[7, 9, 8, 8], epoch=2, is_auto=True), 1.0)
+    auto = {"gpu0_bsz": "auto", "lr_factor": 0.5, "recompute": "off", "shares": None}
+    run.write(Gpu0Bsz(status="applied", old=6, new=7, split=[7, 9, 8, 8], epoch=2, live=auto), 1.0)
     view = folded(run)
-    assert (view.gpu0.value, view.is_auto) == (7, True)
+    assert (view.gpu0.value, view.live) == (7, auto)
     run.gpu0_bsz = None
     run.clock.now_s += 1
     run.write_start(resumed_from_step=10)
     view = folded(run)
-    assert (view.gpu0.value, view.is_auto, view.split) == (None, False, (8, 8, 8, 8))
+    assert (view.gpu0.value, view.live, view.split) == (None, {"gpu0_bsz": None}, (8, 8, 8, 8))
 
 
 def test_skimmed_steps_are_folded_before_what_follows(tmp_path: Path) -> None:
@@ -180,6 +181,24 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert "out of memory" in view.alerts["reverted"].last.message
     assert view.split_checker.check(6).level == "won't fit"
     assert view.split_checker.check(7).level == "won't fit"
+
+
+def test_other_shares_with_the_same_first_are_a_change(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(3)
+    shares: dict[str, Any] = {"old": 4, "new": 4, "epoch": 2}
+    run.write(EpochStart(epoch=2, lr=0.1, split=[4, 9, 9, 10], step=3))
+    run.write(Gpu0Bsz(status="applied", split=[4, 9, 9, 10], step=3, observed_mib=[1.0, 2.0, 3.0, 4.0], **shares))
+    run.write(Gpu0Bsz(status="applied", split=[4, 9, 9, 10], step=3, **shares))  # with another setting
+    view = folded(run)
+    assert view.peaks_mib[4, 9, 9, 10] == [1.0, 2.0, 3.0, 4.0]
+    assert [mark[::2] for mark in view.marks] == [(3, "gpu0_bsz 4 to 4, split 4·9·9·10")]
+    run.train(5)
+    run.write(Gpu0Bsz(status="reverted", split=[4, 10, 9, 9], reason="split 4·9·9·10 does not fit", **shares))
+    view = folded(run)
+    assert view.split == (4, 10, 9, 9)
+    assert view.marks[-1][::2] == (8, "gpu0_bsz 4 to 4, split 4·10·9·9")
+    assert view.alerts["reverted"].last.message == "the split was reverted: split 4·9·9·10 does not fit"
 
 
 def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from segapp.errors import CommandError
 from segapp.run.commands import Command, format_command, parse_command
-from segapp.run.events import CommandAnswer, Gpu0Bsz
+from segapp.run.events import CommandAnswer, Gpu0Bsz, RunStart
 from segapp.view.view import EventFold, View
 from segapp.view.wishes import Wishes, in_force
 
@@ -43,7 +43,7 @@ class Viewer:
         """Send a command, or let another viewer send one, and answer it as applied."""
         command, self.now_s = parse_command(text), self.now_s + 1
         command_id = self.send(text) if by == "me@here" else "f" * 12
-        changes = getattr(command, "changes", None)
+        changes = getattr(command, "new_settings", None)
         if changes is not None and "gpu0_bsz" in changes:
             change = Gpu0Bsz(status="applied", old=self.view.gpu0.value, new=changes["gpu0_bsz"], t=self.now_s)
             EventFold(self.view).add([change.model_dump()])
@@ -130,7 +130,7 @@ def test_command_applied_before_its_cancel_can_be_taken_back(viewer: Viewer) -> 
     assert viewer.texts[2:] == [f"cancel {command_id}", "set lr_factor=3.0"]
 
 
-@pytest.mark.parametrize("before", ["set gpu0_bsz=4", "set gpu0_bsz=none"])
+@pytest.mark.parametrize("before", ["set gpu0_bsz=4", "set gpu0_bsz=none", "set gpu0_bsz=auto"])
 def test_split_before_shares_comes_back_as_it_was(viewer: Viewer, before: str) -> None:
     viewer.apply(before, by="other@there")
     viewer.apply("set shares=2,3,3")
@@ -144,6 +144,40 @@ def test_split_of_shares_comes_back_as_shares(viewer: Viewer) -> None:
     viewer.apply("set gpu0_bsz=4")
     assert viewer.undo() is None
     assert viewer.texts[-1] == "set shares=2,3,3"
+
+
+def test_auto_is_taken_back_and_comes_back(viewer: Viewer) -> None:
+    viewer.apply("set shares=2,3,3", by="other@there")
+    viewer.apply("set gpu0_bsz=auto")
+    assert in_force(viewer.view, "shares") == "auto"
+    moved = Gpu0Bsz(status="applied", old=2, new=5, split=[5, 2, 1], live={"gpu0_bsz": "auto"}, is_auto=True)
+    EventFold(viewer.view).add([moved.model_dump()])
+    assert viewer.undo() is None
+    assert viewer.texts[-1] == "set shares=2,3,3"
+    viewer.apply("set gpu0_bsz=auto", by="other@there")
+    viewer.apply("set gpu0_bsz=3")
+    kept = Gpu0Bsz(status="cancelled", old=3, new=1, live={"gpu0_bsz": 3}, is_auto=False)
+    EventFold(viewer.view).add([kept.model_dump()])
+    assert viewer.undo() is None
+    assert viewer.texts[-1] == "set gpu0_bsz=auto"
+
+
+def test_start_says_what_holds(viewer: Viewer) -> None:
+    """Shares of the config come back as shares; what a resume has overridden is not in force any more."""
+    facts: dict[str, Any] = {"classes": ["a"], "num_params": 1, "batch_size": 8, "epochs": 9, "steps_per_epoch": 9}
+    start = RunStart(**facts, devices=["cpu"] * 3, gpu0_bsz=2, split=[2, 3, 3], live={"shares": [2, 3, 3]})  # type: ignore[list-item]
+    EventFold(viewer.view).add([start.model_dump()])
+    assert in_force(viewer.view, "gpu0_bsz") == [2, 3, 3]
+    viewer.apply("set gpu0_bsz=4 recompute=all")
+    assert viewer.undo() is None
+    assert viewer.texts[-1] == "set recompute=config shares=2,3,3"
+    viewer.apply("set gpu0_bsz=4 recompute=all")
+    EventFold(viewer.view).add([start.model_dump()])
+    assert (in_force(viewer.view, "recompute"), viewer.view.changes) == ("config", {})
+    assert viewer.undo() == ("gpu0_bsz was changed since: set gpu0_bsz=4 recompute=all is not in force any more")
+    viewer.apply("set gpu0_bsz=3")
+    viewer.apply("set shares=1,3,4", by="other@there")
+    assert viewer.undo() == "gpu0_bsz was changed by other@there since: set gpu0_bsz=3 is not in force any more"
 
 
 def test_toggle_follows_the_newest_wish(viewer: Viewer) -> None:

@@ -78,6 +78,8 @@ class RunStart(_Event):
     gpu0_bsz: int | None = None
     is_auto: bool | None = None
     """True if `gpu0_bsz: auto` chooses the next splits."""
+    live: dict[str, Any] | None = None
+    """The settings in force that commands can change, as `set` takes them."""
     split: list[int] | None = None
     """Samples of a full batch for each device."""
     num_train: int | None = None
@@ -287,6 +289,8 @@ class Gpu0Bsz(_Event):
     """The command that requested it; None for `auto`."""
     is_auto: bool | None = None
     """True if `auto` chooses the next splits."""
+    live: dict[str, Any] | None = None
+    """Replaces the value in `run_start`."""
     step: int | None = None
     """Number of updates made with the previous split."""
     checker: dict[str, Any] | None = None

@@ -80,7 +80,6 @@ def _event(
         predicted_mib=list(change.predicted_mib) or None,
         reason=reason or change.reason,
         id=change.id,
-        is_auto=requested.is_auto,
         **more,
     )
 

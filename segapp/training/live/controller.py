@@ -11,7 +11,7 @@ from typing import Any, Literal
 from segapp.config.sections import AUTO_ON, LiveSettings, automatic
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.split_check import SplitChecker
-from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
+from segapp.run.commands import SETTINGS, CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.run.events import Alert, EventLog, Gpu0Bsz
 from segapp.run.words import dots
 from segapp.training.context import DeviceLocations
@@ -64,6 +64,12 @@ class CommandController:
     @property
     def settings(self) -> LiveSettings:
         return self.record.settings
+
+    @property
+    def live(self) -> dict[str, Any]:
+        """The settings in force that commands can change, as `set` takes them."""
+        values = self.settings.model_dump(include={*SETTINGS})
+        return {**values, "gpu0_bsz": "auto", "shares": None} if self.settings.is_auto else values
 
     def split_checker(self) -> SplitChecker:
         """Return the checker of splits, with the memory that the devices now have for this run."""
@@ -175,7 +181,8 @@ class CommandController:
         self.record = record
         for effect in effects:
             if isinstance(effect, Gpu0Bsz):
-                self._event_log.emit(effect.model_copy(update={"checker": self.split_checker().to_json()}))
+                facts = {"live": self.live, "is_auto": self.settings.is_auto, "checker": self.split_checker().to_json()}
+                self._event_log.emit(effect.model_copy(update=facts))
             # Nobody waits for the answer to a change by auto or of a replay.
             elif effect.change.received is not None:
                 values = effect.change.values if effect.status == "applied" else None

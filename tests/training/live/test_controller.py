@@ -21,8 +21,8 @@ from segapp.config import LiveSettings, RunConfig
 from segapp.errors import RunError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemoryCounters
 from segapp.parallel import DataParallelModel
-from segapp.run.commands import parse_command, send_command
-from segapp.run.events import EventLog, EventWriter
+from segapp.run.commands import SETTINGS, parse_command, send_command
+from segapp.run.events import EventLog, EventReader, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
@@ -34,6 +34,7 @@ from segapp.training.live.controller import CommandController
 from segapp.training.live.start import Start
 from segapp.training.progress import TrainingPosition
 from segapp.training.step.divided import ReplicatedNetwork
+from segapp.view.view import EventFold, View
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train
 
@@ -263,6 +264,41 @@ def test_settings_of_two_requests_are_joined_and_told(harness: ControllerHarness
     (answer,) = [event for event in seen(harness.folder.path, "command") if event["id"] == kept][1:]
     assert answer["changes"] == {"recompute": "off"}
     assert answer["reason"].startswith("no blocks recomputed in the backward pass; gpu0_bsz was superseded by ")
+
+
+def test_viewers_know_the_settings_in_force(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was canceled, replaced, applied or reverted."""
+    monkeypatch.setattr(DeviceMemoryTracker, "usable_mib", lambda _: [1000.0] * 3)
+
+    def shown() -> tuple[Any, ...]:
+        view = View()
+        EventFold(view).add(EventReader(harness.folder.events).read_raw())
+        assert {**dict.fromkeys(SETTINGS), **view.live} == harness.controller.live
+        splits = seen(harness.folder.path, "gpu0_bsz")
+        assert all(event["is_auto"] == (event["live"].get("gpu0_bsz") == "auto") for event in splits)
+        return tuple(view.live.get(name) for name in ("gpu0_bsz", "shares", "lr_factor", "recompute"))
+
+    harness.send("set gpu0_bsz=auto")
+    harness.begin_epoch(5)
+    harness.send(f"cancel {harness.send('set gpu0_bsz=3')}")
+    harness.send("set gpu0_bsz=4")
+    assert shown() == ("auto", None, 1.0, "config"), "what is canceled or waits is not in force"
+    harness.send("set shares=1,4,3 lr_factor=0.5")
+    harness.begin_epoch(10)
+    harness.controller.after_step([1, 4, 3], 8, 11)
+    assert shown() == (None, [1, 4, 3], 0.5, "config")
+    harness.send("set gpu0_bsz=6 recompute=off")
+    harness.begin_epoch(15)
+    harness.controller.after_step([6, 1, 1], 8, 16)
+    assert shown() == (6, None, 0.5, "off")
+    harness.controller.revert_split("no memory", 17)
+    assert shown() == (None, [1, 4, 3], 0.5, "off")
+    harness.send("set gpu0_bsz=auto")
+    harness.begin_epoch(20)
+    assert shown() == ("auto", None, 0.5, "off")
+    harness.controller.apply(LiveSettings(gpu0_bsz=5, gpu0_bsz_auto=True, lr_factor=0.5, recompute="off"), MIDDLE)
+    harness.controller.revert_split("no memory", 21)
+    assert shown()[0] == "auto", "no event tells of a change without a request"
 
 
 def test_pending_auto_is_superseded_by_a_newer_request(
