@@ -61,5 +61,5 @@ def check(number, shape, align_corners, dtype, weighted, smoothing, ignored):
 
 @pytest.mark.usefixtures("set_threads")
 def test_sampled_losses_match_float64_reference():
-    for number, case in enumerate(random.Random(0).sample(CASES, 60)):
+    for number, case in enumerate(random.Random(0).sample(CASES, 36)):
         check(number, *case)

@@ -30,7 +30,7 @@ shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), min_size=12, max_
 @pytest.mark.sampled(7)  # other criteria at full resolution than on bands
 @pytest.mark.parametrize("name", NAMES)
 @given(sizes=sizes_of_chunks, ignored=shares, seed=st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_loss_of_any_split_equals_the_whole_batch(name, sizes, ignored, seed):
     criterion = criteria()[name]
     logits, target = draw(sum(sizes), low=(3, 4), high=(9, 11), ignored=ignored[: sum(sizes)], seed=seed)

@@ -103,15 +103,18 @@ def test_tiles_in_rows_and_columns_are_averaged(band_bytes, monkeypatch):
     torch.testing.assert_close(upsample_probabilities([iter(tiles)], (12, 13)), (total / count).softmax(1))
 
 
-def test_tiles_and_views_are_averaged_as_probabilities():
+def test_tiles_and_views_are_averaged_as_probabilities(monkeypatch):
+    monkeypatch.setattr(confusion, "CPU_BAND_BYTES", 1)  # each row of each image
     tiles, of_tiles = tile_case()
-    fine = torch.randn(2, 5, 30, 41, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    shrunk = F.interpolate(fine, (12, 20), mode="bilinear", align_corners=True)
-    expected = (of_tiles.softmax(1) + shrunk.softmax(1)) / 2
-    torch.testing.assert_close(upsample_probabilities([tiles, fine], (12, 20)), expected)
+    fine, coarse = (draw(2, 5, low, seed=low[0])[0] for low in ((30, 41), (3, 7)))
+    means = [of_tiles, *(upsampled(view, (12, 20)) for view in (fine, coarse))]
+    expected = sum(each.softmax(1) for each in means) / 3
+    views = [tiles, fine, coarse]
+    torch.testing.assert_close(upsample_probabilities(views, (12, 20)), expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(upsample_argmax(views, (12, 20)).long(), expected.argmax(1))
     target = torch.randint(0, 5, (2, 12, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(6))
     target[0, :4] = 255
-    found = upsample_confusion([tiles, fine], target)
+    found = upsample_confusion(views, target)
     flat = target.long()
     valid = flat != 255
     pairs = flat[valid] * 5 + expected.argmax(1)[valid]
@@ -134,11 +137,3 @@ def test_pairs_of_classes_are_counted_exactly(part_bytes, is_amp, monkeypatch):
     assert counts.dtype == torch.int64
     assert torch.equal(counts, expected)
     assert int(counts[3, 1]) >= 2 * 41 * 57
-
-
-def test_averaged_views_give_probabilities_and_argmax():
-    logits = [draw(2, 7, (5 + k, 6 + 2 * k), seed=k)[0] for k in range(3)]
-    size = (40, 37)
-    truth = torch.stack([upsampled(view, size).softmax(1) for view in logits]).mean(0)
-    assert relative_error(upsample_probabilities(logits, size), truth) < 1e-12
-    assert torch.equal(upsample_argmax(logits, size).long(), truth.argmax(1))

@@ -36,7 +36,7 @@ MISUSES = [  # functions or criteria, call with logits (5, 4, 5, 6) and target (
     (CRITERIA[:-1] + UPSAMPLED, lambda f, x, t: f(t, x), ValueError, SHAPE.format("5, 17, 23")),
     (CRITERIA + UPSAMPLED, lambda f, x, t: f(x[0], t[0]), ValueError, SHAPE.format("4, 5, 6")),
     (CRITERIA + UPSAMPLED, lambda f, x, t: f(x, t[:3]), ValueError, "5 images and the target 3: give the same number"),
-    (CRITERIA, lambda f, x, t: f({"logits": x}, t), TypeError, 'under "out"'),
+    (CRITERIA, lambda f, x, t: f({"y": x, "aux": x}, t), TypeError, r"keys \['aux', 'y'\]: the main .* under \"out\""),
     (CRITERIA, lambda f, x, t: f(3, t), TypeError, "outputs are a int: give logits"),
     (CRITERIA, lambda f, x, t: f([], t), ValueError, "empty sequence"),
     (CRITERIA, lambda f, x, t: f(x.permute(0, 2, 3, 1), t), ValueError, LAST),

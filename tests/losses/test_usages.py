@@ -203,7 +203,7 @@ USAGES = [
 ]
 
 
-@pytest.mark.sampled(7)  # no divisor of the number of usages
+@pytest.mark.sampled(13)  # no divisor of the number of usages
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("usage", USAGES, ids=lambda usage: usage.__name__)
 @pytest.mark.parametrize("name", criteria())

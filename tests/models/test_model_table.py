@@ -94,7 +94,7 @@ def test_table_has_every_model_and_many_families() -> None:
     assert {name for _, name, _ in one_of_each()} == {name for _, name, _ in TABLE}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("pair", one_of_each(), ids="/".join)
 def test_encoder_takes_the_sides_of_the_page(pair: tuple[str, str, str]) -> None:
     assert sides(built(*pair)) == TABLE[pair]

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
 from segapp.models.by_name import expected_statistics
+from segapp.models.from_torchvision import build_torchvision
 from segapp.models.keys import KeyMap, LoadReport, random_modules
 from segapp.models.weights import (
     check_reachable,
@@ -45,7 +46,7 @@ def build(num_classes=3, name="lraspp", **kwargs):
 @pytest.fixture(scope="module")
 def state():
     torch.manual_seed(5)
-    model = build_model("torchvision", "lraspp", 3, encoder=BACKBONE)
+    model = build_torchvision("lraspp", 3, False, BACKBONE, {}, 3)
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean"):
             buffer.normal_()
@@ -131,9 +132,10 @@ def test_head_of_other_classes_stays_initialised_and_is_named(tmp_path, state):
 
 def test_summary_of_many_names_is_short():
     missing = {f"m{i}": f"reason {i // 60}" for i in range(300)}
-    report = LoadReport("f", KeyMap("its own names", {"a": "a"}, {}, missing))
+    report = LoadReport("f", KeyMap("its own names", {"a": "a"}, {}, missing), notes=("one note", "and another"))
     assert "m0, m1 and 58 more (reason 0)" in report.lines()[1]
     assert report.lines()[1].endswith("and 2 more reasons")
+    assert report.lines()[2:] == ("weights f: one note", "weights f: and another")
     assert all(len(line) < 300 for line in report.lines())
     event = report.as_event()
     assert (event.num_taken, event.num_tensors, len(event.missing)) == (1, 301, 100)
@@ -238,9 +240,10 @@ def test_only_convolutions_of_the_backbone_are_adapted(tmp_path):
 
 
 def test_file_of_a_larger_head_is_refused(tmp_path):
-    larger = build_model("smp", "Unet", 3, encoder="resnet18", options={"decoder_attention_type": "scse"})
-    torch.save(larger.state_dict(), tmp_path / "scse.pt")
-    arguments = {"encoder": "resnet18", "weights": str(tmp_path / "scse.pt")}
+    arguments = {"encoder": "tu-test_resnet", "options": {"encoder_depth": 3, "decoder_channels": [20, 18, 16]}}
+    larger = {**arguments["options"], "decoder_attention_type": "scse"}
+    torch.save(build_model("smp", "Unet", 3, **arguments | {"options": larger}).state_dict(), tmp_path / "scse.pt")
+    arguments["weights"] = str(tmp_path / "scse.pt")
     with pytest.raises(CheckpointError, match=r"larger head, with further tensors: decoder\.blocks\.0\.attention1"):
         build_model("smp", "Unet", 3, **arguments)
     (report,) = build_model("smp", "Unet", 3, **arguments, partial_weights=True).load_reports

@@ -41,9 +41,9 @@ def test_adapted_weight_equals_smp(num_bands):
         (5, "torchvision", "lraspp", "mobilenet_v3_small", ["backbone.0.0"]),
         (1, "torchvision", "lraspp", "resnet18", ["backbone.conv1"]),
         (1, "segapp", "eomt", "tu-test_vit", ["encoder.patch_embed.proj"]),
-        (7, "smp", "Unet", "mobilenet_v2", ["encoder.features.0.0"]),
-        (2, "smp", "PSPNet", "tu-test_resnet", ["encoder.model.conv1.0"]),
-        (12, "smp", "FPN", "tu-repvgg_a0", ["encoder.model.stem.conv_kxk.conv", "encoder.model.stem.conv_1x1.conv"]),
+        (7, "smp", "PSPNet", "mobilenet_v2", ["encoder.features.0.0"]),
+        (2, "smp", "Unet", "tu-test_resnet", ["encoder.model.conv1.0"]),
+        (12, "smp", "PSPNet", "tu-repvgg_a0", ["encoder.model.stem.conv_kxk.conv", "encoder.model.stem.conv_1x1.conv"]),
     ],
 )
 def test_weights_for_rgb_fit_networks_of_any_bands(num_bands, library, name, encoder, stems, tmp_path):

@@ -1,8 +1,6 @@
 """A step on devices that cannot be mixed issues no collective and reads nothing too early; ranks issue in one order."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,16 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from segapp.parallel import allreduce, convert_sync_batchnorm
 from segapp.parallel.distributed import wrap_ddp
 from tests.parallel.test_launches import all_reduce_bucket
-from tests.support import ROOT
 from tests.support.gpu.fake_devices import Action, unordered_reads
 from tests.support.parallel_cases import PlainCE, SmallNet, make_batch
+from tests.support.programs import start
 
 
 @pytest.fixture(scope="module")
-def found():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.gpu.fake_devices"], capture_output=True, text=True, cwd=ROOT
-    )
+def found(tmp_path_factory):
+    logs = tmp_path_factory.mktemp("fake")
+    done = start(cwd=logs, logs=logs, code="from tests.support.gpu.fake_devices import main; main()").finish()
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""Exactness over gloo processes started with torchrun, and errors at the start."""
+"""Exactness over the processes of a gloo group, and errors at the start."""
 
 import atexit
 import io
@@ -17,20 +17,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from segapp.losses import CriterionCE, surrogate
 from segapp.parallel import SyncBatchNorm, distributed
 from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, wrap_ddp
-from segapp.parallel.launch import launch_local
 from segapp.parallel.reductions import all_reduce_ranks, has_other_ranks, layers_group, stack_ranks, use_layers_group
-from tests.support import ROOT
+from tests.support.rank_runs import run_ranks
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
 def figures(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "figures.json"
-    status = launch_local(
-        ["-m", "tests.support.rank_checks", str(path)],
-        request.param,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert status == 0
+    code = f"from tests.support.rank_checks import main; main({str(path)!r})"
+    run_ranks(cwd=path.parent, num_ranks=request.param, code=code)
     return json.loads(path.read_text())
 
 

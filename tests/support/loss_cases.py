@@ -16,6 +16,7 @@ from segapp.losses import (
     CriterionOHEM,
     CriterionSum,
     CriterionTversky,
+    confusion,
 )
 from segapp.losses.fused import bands, pixel_sums
 
@@ -76,6 +77,7 @@ def cut_into_bands(patch: pytest.MonkeyPatch) -> None:
     """Cut batches of any size into bands, for all threads of torch."""
     patch.setattr(pixel_sums, "FULL_BYTES", 0)
     patch.setattr(bands, "CPU_BAND_BYTES", 4000)
+    patch.setattr(confusion, "CPU_BAND_BYTES", 4000)
     for name in ("MIN_PART_BYTES", "MIN_SHARED_BYTES", "MIN_CELL_BYTES"):
         patch.setattr(bands, name, 1)
 

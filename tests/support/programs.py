@@ -88,6 +88,7 @@ def start(
     umask: int | None = None,
     terminal: str | None = None,
     root: Path = ROOT,
+    code: str | None = None,
     **env: str | None,
 ) -> Program:
     """Starts the real program in the folder `cwd`; its output goes to files in `logs`, `env` has variables to set.
@@ -96,6 +97,7 @@ def start(
     (`machines`) on which it runs; the pid of the program is then that of a process outside, which ends as it does.
     `uid` is another user, whose program it is; it reads the files of the package, so `root` has a `readable_copy`.
     With a `terminal` it reads and writes there in place of the files. It does not have the variables that are None.
+    With `code`, the process runs that instead of the program.
     """
     words = [str(argument) for argument in arguments]
     streams = [_new_file(logs, kind) for kind in (".out", ".err")] if terminal is None else [Path(terminal)] * 2
@@ -112,6 +114,8 @@ def start(
         "uid": uid,
         "umask": umask,
     }
+    if code is not None:
+        command["code"] = code
     program = _fork_server(root).start(command, words, *streams)
     if program is None:
         warnings.warn("the fork server had ended; another one is started", stacklevel=2)

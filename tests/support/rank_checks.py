@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -225,6 +224,7 @@ def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
 
 
 def main(path: str) -> None:
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     info = init_from_env(device="cpu", start_timeout_s=120)
     Ranks(info, step_timeout_s=60).tighten_timeout()
@@ -255,8 +255,3 @@ def main(path: str) -> None:
     if info.rank == 0:
         Path(path).write_text(json.dumps(results))
     shutdown()
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(sys.argv[1])

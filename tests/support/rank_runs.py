@@ -26,10 +26,8 @@ def ranks_of(tiny: dict[str, Any], epochs: int, devices: Devices, **parallel: An
     return small(tiny, epochs, parallel={"mode": "ddp", "devices": devices, **parallel}, train={"batch_size": 5})
 
 
-def trained_by_ranks(
-    *arguments: str, cwd: Path, num_ranks: int = 2, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `segapp train` as ranks that torchrun's agent would start, forked, and return what rank 0 came to.
+def run_ranks(*arguments: str, cwd: Path, num_ranks: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the program as ranks that torchrun's agent would start, forked, and return what rank 0 came to.
 
     The launcher and its agent have tests of their own; without them no process imports torch.
     """
@@ -39,14 +37,19 @@ def trained_by_ranks(
         free.close()
         shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
         names = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **{k: str(v) for k, v in shared.items()}}
-        names |= environ
+        names |= options
         ranks = [
-            start("train", *arguments, cwd=cwd, logs=Path(logs), **names, RANK=str(rank), LOCAL_RANK=str(rank))
+            start(*arguments, cwd=cwd, logs=Path(logs), **names, RANK=str(rank), LOCAL_RANK=str(rank))
             for rank in range(num_ranks)
         ]
         done = [rank.finish() for rank in ranks]
     assert [each.returncode for each in done] == [0] * num_ranks, [each.stderr for each in done]
     return done[0]
+
+
+def trained_by_ranks(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `segapp train` by `run_ranks`."""
+    return run_ranks("train", *arguments, **options)
 
 
 def losses(folder: Path) -> list[float]:

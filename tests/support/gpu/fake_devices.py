@@ -323,6 +323,15 @@ def findings(actions: Sequence[Action], outputs: Sequence[str] = ()) -> dict[str
 
 
 def main() -> None:
+    """Print what is found; the process knows the fake devices from here on."""
+    warnings.simplefilter("ignore")
+    _setup_privateuseone_for_python_backend("fake")
+    torch.autograd.set_multithreading_enabled(False)
+    with FakeTensorMode():
+        print(json.dumps(all_findings()))
+
+
+def all_findings() -> dict[str, Any]:
     actions, outputs = record(3)
     said = {
         "dp": findings(actions, outputs),
@@ -335,12 +344,4 @@ def main() -> None:
         "mixed devices": mixed_devices(),
     }
     other_roads()
-    print(json.dumps(said))
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    _setup_privateuseone_for_python_backend("fake")
-    torch.autograd.set_multithreading_enabled(False)
-    with FakeTensorMode():
-        main()
+    return said
