@@ -88,6 +88,14 @@ def test_page_of_the_stand_ins_for_a_gpu_names_each_module() -> None:
     assert all(row[2].strip() and row[3].strip() for row in rows), "it says what each pretends and cannot show"
 
 
+def test_files_that_the_page_of_the_tests_names_exist() -> None:
+    named = set(
+        re.findall(r"(?:tests|support|segapp)/[\w/]+\.(?:py|md|toml)", (ROOT / "tests" / "README.md").read_text())
+    )
+    assert "support/fork_server.py" in named
+    assert [path for path in named if not ((ROOT / path).is_file() or (ROOT / "tests" / path).is_file())] == []
+
+
 def test_cudnn_flags_say_that_cudnn_is_on() -> None:
     """`torch.backends.cudnn.flags` switches cuDNN off unless it is called with `enabled`."""
     calls = [
