@@ -116,8 +116,9 @@ def run_session(
                     lines_while(lambda: "" if liveness.has_stepped else f"still starting{others}"),
                     _opened_folder(request, own_devices, ranks) as folder,
                 ):
-                    outcome = _reported(train, folder, request, own_devices, ranks, peers, signals, listener, liveness)
-                    return outcome.exit_code
+                    console = PlainReporter()
+                    context = _context_of(folder, request.config, own_devices, ranks, signals, listener or console)
+                    return _reported(train, context, request.config, peers, console, liveness).exit_code
             except Exception as error:
                 known = as_segapp_error(error)
                 is_own = not isinstance(known, DistributedError)
@@ -237,15 +238,27 @@ def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Itera
             file.close()
 
 
-def _reported(
-    train: Callable[[RunContext], str | None],
+def _context_of(
     folder: RunFolder,
-    request: TrainRequest,
+    config: RunConfig,
     devices: DevicePlan,
     ranks: Ranks,
-    peers: Peers,
     signals: StopSignals,
-    listener: EventListener | None,
+    listener: EventListener,
+) -> RunContext:
+    event_log = EventLog(None)
+    if ranks.is_main:
+        event_log = EventLog(EventWriter(folder.events), [listener])
+    device_infos, locations = _device_infos(devices, ranks, config.parallel.memory_budget_mib)
+    return RunContext(folder, event_log, ranks, signals, DeviceMemoryTracker(device_infos), locations)
+
+
+def _reported(
+    train: Callable[[RunContext], str | None],
+    context: RunContext,
+    config: RunConfig,
+    peers: Peers,
+    console: PlainReporter,
     liveness: Liveness,
 ) -> Outcome:
     """Train, and report the end as an event; `train` returns the reason, or None if the run was complete before.
@@ -253,14 +266,8 @@ def _reported(
     Raises:
         SegappError: the training failed.
     """
-    console = PlainReporter()
-    event_log = EventLog(None)
-    if ranks.is_main:
-        event_log = EventLog(EventWriter(folder.events), [listener or console])
-    device_infos, locations = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
-    memory = DeviceMemoryTracker(device_infos)
-    liveness.event_log, liveness.device_memory = event_log, memory
-    context = RunContext(folder, event_log, ranks, signals, memory, locations)
+    event_log, ranks, signals = context.event_log, context.ranks, context.signals
+    liveness.event_log, liveness.device_memory = event_log, context.device_memory
     reported: list[Outcome] = []
 
     def ended(by: BaseException | str | None) -> Outcome:
@@ -296,11 +303,11 @@ def _reported(
             is_elsewhere, known = True, error
             if isinstance(error, Exception):
                 logger.exception("training failed")
-                known = as_segapp_error(error, component_names(request.config))
+                known = as_segapp_error(error, component_names(config))
             report(ended(known))  # an out-of-memory error has an event of its own, too
             if known is error or not isinstance(known, SegappError):
                 raise
-            shown = type(known)(f"{known}\n(traceback in {folder.log_of(ranks.rank)})")
+            shown = type(known)(f"{known}\n(traceback in {context.folder.log_of(ranks.rank)})")
             shown.topic = known.topic
             raise shown from error
         finally:
