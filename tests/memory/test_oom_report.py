@@ -20,14 +20,14 @@ def test_report_has_what_is_known():
         step=120,
         problem="CUDA out of memory",
         action="tried again",
-        split=[2, 3],
+        split=[2, 3, 1],
         requested_mib=2048.0,
         allocated_mib=750.0,
         reserved_mib=1000.0,
         fragmentation=0.25,
         total_mib=24220.0,
         others_mib=300.4,
-        predicted_mib=[900.6, None],
+        predicted_mib=[None, 900.6, 70.2],
         advice=["train less", "train more"],
     )
     assert report_lines(report) == [
@@ -36,8 +36,8 @@ def test_report_has_what_is_known():
         "  error      CUDA out of memory",
         "  memory     requested 2048.0 MiB, tensors 750.0 MiB, allocator 1000.0 MiB, of 24220.0 MiB, "
         "25 % of the allocator's is cache or fragments",
-        "  split      2·3",
-        "  predicted  901, - MiB per device",
+        "  split      2·3·1",
+        "  predicted  -, 901, 70 MiB per device",
         "  others     300 MiB of the GPU are held by the driver and other processes",
         "  next move  1. train less",
         "             2. train more",

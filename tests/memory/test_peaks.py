@@ -23,7 +23,8 @@ def bases(model: PeakModel, split: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def test_slope_comes_from_devices_that_differ_by_a_sample():
-    model = PeakModel({(4, 10, 9, 9): (900.0, 1300.0, 1200.0, 1200.0)})
+    peaks = {(4, 10, 9, 9): (900.0, 1300.0, 1200.0, 1200.0), (4, 10, 8, 10): (900.0, 1300.0, None, None)}
+    model = PeakModel(peaks)
     assert model.is_proven
     assert model.peak_mib((6, 9, 9, 8)) == pytest.approx((1100.0, 1200.0, 1200.0, 1100.0))
     assert bases(model, (6, 9, 9, 8)) == ("fitted",) * 4
@@ -44,6 +45,11 @@ def test_one_measured_split_gives_upper_bounds():
     assert idle.peak_mib((0, 4)) == (50.0, 700.0)
     assert idle.peak_mib((0, 3)) == (50.0, 700.0)
     assert idle.peak((1, 4))[0] == (None, "unknown")
+    of_first = {(4, 3, 1): (800.0, None, None), (4, 1, 3): (850.0, None, None)}
+    assert PeakModel(of_first).peak_mib((5, 2, 1)) == (850.0 * 5 / 4, None, None)
+    assert PeakModel(of_first).largest_slope_mib == 200.0
+    of_first = {(0, 3, 1): (60.0, None, None), (0, 1, 3): (50.0, None, None)}
+    assert PeakModel(of_first).peak_mib((0, 2, 2)) == (60.0, None, None)
 
 
 def test_slope_of_the_plan_is_used_until_one_is_measured():

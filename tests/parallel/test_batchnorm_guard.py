@@ -7,23 +7,31 @@ from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk, 
 
 
 class Pooled(nn.Module):
-    """Global pooling after a convolution, as in DeepLab's ASPP."""
+    """Global pooling after a convolution, as in DeepLab's ASPP; two inputs, and two outputs."""
 
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
         self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
 
-    def forward(self, x):
-        x = self.body(x)
-        return x + self.pooled(x)
+    def forward(self, x, gain):
+        x = self.body(x) * gain
+        return {"features": x.detach(), "out": x + self.pooled(x), "own": x.mean()}
+
+
+def with_frozen_head(net):
+    net.pooled.eval()
+    return net
+
+
+GAIN = torch.linspace(0.5, 2, 5).view(-1, 1, 1, 1)
 
 
 def test_layer_with_one_value_needs_two_samples_and_is_unchanged():
     net = Pooled()
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    x = torch.randn(5, 3, 9, 9)
-    assert smallest_chunk(net, x) == 2
+    x = torch.randn(5, 3, 9, 8)
+    assert smallest_chunk(net, x, GAIN) == 2
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     assert not net.pooled[2]._forward_pre_hooks
 
@@ -33,12 +41,11 @@ def test_layer_with_one_value_needs_two_samples_and_is_unchanged():
     [
         lambda: convert_sync_batchnorm(Pooled()),
         lambda: Pooled().eval(),
-        lambda: Pooled().body,
+        lambda: with_frozen_head(Pooled()),
     ],
 )
 def test_synchronised_and_frozen_layers_take_any_split(build):
-    net = build()
-    assert smallest_chunk(net, torch.randn(2, 3, 9, 9)) == 1
+    assert smallest_chunk(build(), torch.randn(5, 3, 9, 8), GAIN) == 1
 
 
 def test_network_without_samples_runs_or_says_why_not():
@@ -48,10 +55,12 @@ def test_network_without_samples_runs_or_says_why_not():
 
     x = torch.randn(2, 3, 9, 9)
     net = convert_sync_batchnorm(Pooled())
-    assert no_samples_problem(net, x) is None
+    assert no_samples_problem(net, x, GAIN[:2]) is None
     assert net.training
     assert all(module.training for module in net.modules())
-    assert "is not synchronized" in no_samples_problem(Pooled(), x)
+    plain = Pooled()
+    plain.body[1].eval()  # its statistics need no samples
+    assert "'pooled.2' is not synchronized" in no_samples_problem(plain, x, GAIN[:2])
     assert no_samples_problem(Flat(), x) == "Flat cannot compute a batch of 0 samples"
     inner = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.Identity(), Flat()))
     assert no_samples_problem(inner, x) == "Flat '1.1' cannot compute a batch of 0 samples"
@@ -127,7 +136,7 @@ def test_unused_parameters_are_found_and_model_unchanged(build):
     net.spare, net.frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
     kinds = [type(module) for module in net.modules()]
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    assert unused_parameters(net, torch.randn(5, 3, 9, 9)) == ["spare.weight", "spare.bias"]
+    assert unused_parameters(net, torch.randn(5, 3, 9, 8), GAIN) == ["spare.weight", "spare.bias"]
     assert [type(module) for module in net.modules()] == kinds
     assert any(issubclass(kind, SyncBatchNorm) for kind in kinds) == (build is not Pooled)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())

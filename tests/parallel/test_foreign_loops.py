@@ -97,57 +97,6 @@ def style_based_gan(wrap):
     return logs, (generator, critic)
 
 
-class Disparity(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
-        self.heads = nn.ModuleList(nn.Conv2d(6, 1, 3, padding=1) for _ in range(3))
-
-    def forward(self, x):
-        maps, features = [], self.body(x)
-        for head in self.heads:
-            maps.append(10 * torch.sigmoid(head(features)) + 0.01)
-            features = F.avg_pool2d(features, 2)
-        return maps if self.training else maps[0]
-
-
-class Pose(nn.Module):
-    def __init__(self, has_masks):
-        super().__init__()
-        self.body, self.pose = nn.Conv2d(9, 8, 3, 2, 1), nn.Conv2d(8, 12, 1)
-        self.mask = nn.Conv2d(8, 2, 1) if has_masks else None
-
-    def forward(self, target, references):
-        features = F.relu(self.body(torch.cat([target, *references], 1)), inplace=True)
-        pose = 0.01 * self.pose(features).mean((2, 3)).view(len(target), 2, 6)
-        return None if self.mask is None else [torch.sigmoid(self.mask(features))], pose
-
-
-def structure_from_motion(wrap):
-    disparity, logs = wrap(Disparity()), []
-    poses = [wrap(Pose(has_masks)) for has_masks in (True, False)]
-    optimizer = torch.optim.Adam([p for net in (disparity, *poses) for p in net.parameters()], 0.01)
-    for _ in range(2):
-        target, references = torch.rand(5, 3, 8, 8), [torch.rand(5, 3, 8, 8) for _ in range(2)]
-        depths, loss = [1 / each for each in disparity(target)], 0.0
-        for pose_net in poses:
-            masks, pose = pose_net(target, references)
-            for depth in depths:
-                shift = pose.mean((1, 2)).view(-1, 1, 1, 1) * depth
-                small = [F.adaptive_avg_pool2d(each, depth.shape[-2:]) for each in (target, *references)]
-                errors = [(small[0] - other * (1 + shift)).abs() for other in small[1:]]
-                for i, error in enumerate(errors):
-                    weight = 1.0 if masks is None else F.adaptive_avg_pool2d(masks[0], depth.shape[-2:])[:, i : i + 1]
-                    loss = loss + (error * weight).mean()
-            if masks is not None:
-                loss = loss + 0.2 * F.binary_cross_entropy(masks[0], torch.ones_like(masks[0]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        logs.append(loss.detach())
-    return logs, (disparity, *poses)
-
-
 class SpectralNorm(nn.Module):
     """Keeps its vectors as parameters without gradients, and changes them by `.data =`, as in several repositories."""
 
@@ -279,12 +228,7 @@ def transformer_xl(wrap):
     return logs, (net,)
 
 
-LOOPS = [
-    style_based_gan,
-    structure_from_motion,
-    structured_knowledge_distillation,
-    transformer_xl,
-]
+LOOPS = [style_based_gan, structured_knowledge_distillation, transformer_xl]
 
 
 def outcome(loop, gpu0_bsz):

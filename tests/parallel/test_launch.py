@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -158,6 +159,7 @@ def test_ranks_share_a_store_and_the_processors(cpus, ranks, threads, tmp_path, 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # of the jobs on several machines
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(7, "eth7"), (1, "lo"), (9, "docker0")])
     assert launch_local(["-c", WRITE_ENVIRON, str(tmp_path)], ranks, env={"OWN": "7"}) == 0
     seen = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert set(seen) == {str(rank) for rank in range(ranks)}

@@ -23,7 +23,11 @@ from segapp.parallel.meeting import (
     probe,
 )
 
-INTERFACES = {"docker0": ["172.17.0.1"], "eth0": ["192.168.77.1", "fd00:77::1"], "lo": ["127.0.0.1", "::1"]}
+INTERFACES = {
+    "docker0": ["172.17.0.1", "172.17.0.2"],
+    "eth0": ["192.168.77.1", "fd00:77::1"],
+    "lo": ["127.0.0.1", "::1"],
+}
 
 
 @pytest.fixture
@@ -31,11 +35,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make this machine `node1`, with interfaces, names and routes: `machine(hosts, routes, interfaces)`."""
 
     def make(
-        hosts: Mapping[str, Sequence[str]], routes: Mapping[str, str], interfaces: Mapping[str, list[str]] = INTERFACES
+        hosts: Mapping[str, Sequence[str]],
+        routes: Mapping[str, Sequence[str]],
+        interfaces: Mapping[str, list[str]] = INTERFACES,
     ) -> None:
+        def found(host: str, port: None, **_: Any) -> list[Any]:  # each address once for each protocol
+            addresses = hosts.get(host, [host] if "." in host else [])
+            return [(0, 0, protocol, "", (address, port)) for address in addresses for protocol in (6, 17)]
+
         monkeypatch.setattr(meeting, "interface_addresses", lambda: dict(interfaces))
-        monkeypatch.setattr(meeting, "resolved", lambda host: list(hosts.get(host, [host] if "." in host else [])))
-        monkeypatch.setattr(meeting, "_sources", lambda host, _port: [routes[host]] if host in routes else [])
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+        monkeypatch.setattr(meeting, "_sources", lambda host, _port: list(routes.get(host, [])))
         monkeypatch.setattr(socket, "gethostname", lambda: "node1")
 
     return make
@@ -74,14 +84,28 @@ ONE = {"eth0": INTERFACES["eth0"], "lo": INTERFACES["lo"]}
 @pytest.mark.parametrize(
     ("host", "hosts", "routes", "interfaces", "wanted", "address"),
     [
-        ("node2", {"node2": ["192.168.77.2"]}, {"node2": "192.168.77.1"}, INTERFACES, None, "192.168.77.1"),
-        ("node1", {"node1": ["127.0.1.1"]}, {"node1": "127.0.0.1"}, ONE, None, "192.168.77.1"),
+        (
+            "node2",
+            {"node2": ["192.168.77.2"]},
+            {"node2": ["127.0.0.1", "192.168.77.1", "172.17.0.1"]},
+            INTERFACES,
+            None,
+            "192.168.77.1",
+        ),
+        ("node1", {"node1": ["127.0.1.1"]}, {"node1": ["127.0.0.1"]}, ONE, None, "192.168.77.1"),
         ("node1", {}, {}, ONE, None, "192.168.77.1"),
-        ("fd00:77::2", {}, {"fd00:77::2": "fd00:77::1"}, ONE, None, "fd00:77::1"),
-        ("127.0.0.1", {}, {"127.0.0.1": "127.0.0.1"}, INTERFACES, None, "127.0.0.1"),
-        ("node2", {}, {"node2": "192.168.77.1"}, INTERFACES, "docker0", "172.17.0.1"),
-        ("node2", {"n1-ib": ["172.17.0.1"]}, {"node2": "192.168.77.1"}, INTERFACES, "n1-ib", "172.17.0.1"),
-        ("node2", {}, {"node2": "192.168.77.1"}, INTERFACES, "192.168.77.1", "192.168.77.1"),
+        ("fd00:77::2", {}, {"fd00:77::2": ["fd00:77::1"]}, ONE, None, "fd00:77::1"),
+        ("127.0.0.1", {}, {"127.0.0.1": ["127.0.0.1"]}, INTERFACES, None, "127.0.0.1"),
+        ("node2", {}, {"node2": ["192.168.77.1"]}, INTERFACES, "docker0", "172.17.0.1"),
+        (
+            "node2",
+            {"n1-ib": ["10.9.9.9", "172.17.0.2"]},
+            {"node2": ["192.168.77.1"]},
+            INTERFACES,
+            "n1-ib",
+            "172.17.0.2",
+        ),
+        ("node2", {}, {"node2": ["192.168.77.1"]}, INTERFACES, "192.168.77.1", "192.168.77.1"),
     ],
 )
 def test_others_get_an_address_that_leads_here(
@@ -97,10 +121,10 @@ def test_others_get_an_address_that_leads_here(
         (
             "node1",
             {"node1": ["127.0.1.1"]},
-            {"node1": "127.0.0.1"},
+            {"node1": ["127.0.0.1", "127.0.1.1"]},
             None,
-            r"node1 is 127\.0\.0\.1 on this machine, so the others do not know its address: name the interface that "
-            r"they reach with --local-addr: docker0 \(172\.17\.0\.1\), eth0 \(192\.168\.77\.1\)",
+            r"node1 is 127\.0\.0\.1, 127\.0\.1\.1 on this machine, so the others do not know its address: name the "
+            r"interface that they reach with --local-addr: docker0 \(172\.17\.0\.1\), eth0 \(192\.168\.77\.1\)",
         ),
         (
             "nowhere",
@@ -109,15 +133,10 @@ def test_others_get_an_address_that_leads_here(
             None,
             "nowhere is no known host name, or no route leads there: use HOST:PORT with a name or",
         ),
-        (
-            "node2",
-            {},
-            {"node2": "192.168.77.1"},
-            "lo",
-            "--local-addr lo is no address that other machines can reach: use",
+        *(
+            ("node2", {}, {"node2": ["192.168.77.1"]}, wanted, f"{wanted} is no address that other machines can reach")
+            for wanted in ("lo", "127.0.0.1", "10.9.9.9")
         ),
-        ("node2", {}, {"node2": "192.168.77.1"}, "127.0.0.1", "127.0.0.1 is no address that other machines can reach"),
-        ("node2", {}, {"node2": "192.168.77.1"}, "10.9.9.9", "10.9.9.9 is no address that other machines can reach"),
     ],
 )
 def test_address_that_others_cannot_use_is_refused(
@@ -129,8 +148,8 @@ def test_address_that_others_cannot_use_is_refused(
 
 
 def test_store_listens_at_the_address_of_the_endpoint(machine: Any) -> None:
-    machine({"node1": ["127.0.1.1"], "mgmt": ["172.17.0.1"]}, {})
-    assert listening_address("mgmt", "192.168.77.1") == "172.17.0.1", "not at the address of --local-addr"
+    machine({"node1": ["127.0.1.1"], "mgmt": ["10.9.9.9", "172.17.0.2", "192.168.77.1"]}, {})
+    assert listening_address("mgmt", "192.168.77.1") == "172.17.0.2", "not at the address of --local-addr"
     assert listening_address("node1", "192.168.77.1") == "192.168.77.1"
     assert distributed._address_to_listen_on("service", 1) == "0.0.0.0", "a name of no machine"
 

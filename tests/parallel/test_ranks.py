@@ -280,10 +280,13 @@ def test_exchanges_of_ranks_send_what_they_are_given(monkeypatch):
     """The other of two ranks sends the same numbers, and is the main rank."""
     info = distributed.RankInfo(1, 2, 1, torch.device("cpu"), "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: tensor.mul_(2))
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: [("of", 0), value] if self.world_size > 1 else [value])
+    other = {"mine": None}  # for all else, it sends this
+    sent = lambda self, value: [other.get(value, ("of", 0)), value] if self.world_size > 1 else [value]  # noqa: E731
+    monkeypatch.setattr(Ranks, "gather", sent)
     ranks, alone = Ranks(info), Ranks()
     assert (ranks.is_main, alone.is_main) == (False, True)
     assert (ranks.from_main(5), alone.from_main(5)) == (("of", 0), 5)
+    assert (ranks.first_of("mine"), ranks.first_of("ours"), alone.first_of("mine")) == ("mine", ("of", 0), "mine")
     assert ranks.any_of(True, False) == (True, False)
     whole, half = torch.tensor([3, 5]), torch.tensor([[0.5], [1.5]])
     for given in ((whole,), (whole, half)):

@@ -128,7 +128,7 @@ def test_blocks_within_each_other_and_strings_are_refused():
     assert recomputed_blocks(net, num_devices=3) == (("1",), ("2", "3"), ())
     with pytest.raises(ValueError, match=r"1\.first lies within 1: name one of them"):
         set_recompute(network(), [["1", "1.first"]])
-    for sets in (["10"], "10", [["1"], "10"]):
+    for sets in (["10"], "10", [["1"], "10", 11]):
         with pytest.raises(TypeError, match=r"got '10' instead of a set of names: write \[\['layer1'\]\]"):
             set_recompute(network(), sets)
 
@@ -240,11 +240,12 @@ def test_buffer_that_each_pass_changes_is_an_error():
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
+            self.register_buffer("still", torch.ones(4))
             self.register_buffer("scale", torch.ones(()))
 
         def forward(self, x):
             self.scale += 1
-            return self.layer(x) * self.scale
+            return self.layer(x) * self.still * self.scale
 
     net = nn.Sequential(Counting(), nn.Linear(4, 4))
     set_recompute(net, [["0"]])
