@@ -77,7 +77,7 @@ class Awkward(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         assert self.refusal is None, self.refusal
         features = self.same(images)
-        self.turned(features.permute(0, 2, 3, 1))
+        self.turned(F.avg_pool2d(features, 16).permute(0, 2, 3, 1))
         if self.needs_value and not self.calls.add_(1).item():
             raise ValueError("impossible")
         whole = self.pooled(F.adaptive_avg_pool2d(self.fourth(self.third(self.second(features))), 1))
@@ -107,7 +107,7 @@ def test_inspection_measures_and_leaves_nothing_behind(needs_value: bool, is_tra
     before, state = values_of(model), torch.get_rng_state()
     inspect_model(model)
     assert (model.size_divisor, model.fixed_size_px, model.min_train_batch) == (12, None, 2)
-    assert (model.logits_stride, model.coarsest_stride) == (3, 12)
+    assert (model.logits_stride, model.coarsest_stride) == (3, 48)
     assert model.network.cache == {}
     assert model.network.grid is None
     assert not model.network.same[0].weight.is_meta

@@ -123,6 +123,10 @@ def test_options_reach_backbone_and_head(name, encoder, options, stride):
     assert model.logits_stride == stride
     sizes = [sum(p.numel() for p in m.parameters()) for m in (model, plain)]
     assert (sizes[0] < sizes[1]) == (set(options) != {"output_stride"})
+    if "reduced_tail" in options:
+        with torch.device("meta"):
+            features = torchvision.models.mobilenet_v3_small(width_mult=0.5, reduced_tail=True).features
+        assert [p.shape for p in model.backbone.parameters()] == [p.shape for p in features.parameters()]
 
 
 @pytest.mark.parametrize(
