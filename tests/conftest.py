@@ -209,6 +209,15 @@ def _faults_took_place(
     assert_acted(marks)
 
 
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    """Disarms the failpoints that a test arms in this process."""
+    from segapp import failpoints
+
+    yield
+    failpoints.arm("")
+
+
 @pytest.fixture
 def trusted_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a test import any custom component, as `--trust-parts` does: it is about what comes after the question."""

@@ -1,7 +1,10 @@
-"""The criterion of a `loss` section."""
+"""The criterion of a `loss` section, its class weights by hand, and the invalidation of their cache."""
 
 import inspect
+import math
+import os
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from segapp.assembly.optimizer import build_criterion
 from segapp.config import LossConfig, LossTerm
 from segapp.config.options import BUILT_INS, LOSSES
+from segapp.datasets.targets import ClassFrequencies, cached_frequencies, class_weights
 from segapp.errors import ConfigError
 from segapp.losses import CriterionDice, CriterionMaskClassification, CriterionSum
 from segapp.optim import Plateau
@@ -71,3 +75,49 @@ def test_terms_are_summed_with_their_options_and_weights() -> None:
 def test_wrong_number_of_class_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 values for 2 classes"):
         build_criterion(LossConfig(class_weights=[1.0]), 2, 255, no_rule)
+
+
+#: 100 valid pixels in two images of 50: class 0 in both, class 1 in one, class 2 in none.
+COUNTS = ClassFrequencies((80, 20, 0), (2, 1, 0), (100, 50, 0), 7, 2, ((0, 1), (0,)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("inverse", [1.25 / 3.125, 5 / 3.125, 0.0]),  # one over the share, with mean one
+        ("enet", [1 / math.log(1.82), 1 / math.log(1.22), 0.0]),
+        ("median-frequency", [0.75, 1.5, 0.0]),  # frequencies 80/100 and 20/50 in the images that have it, median 0.6
+    ],
+)
+def test_weights_of_a_rule_by_hand(rule: str, expected: list[float]) -> None:
+    assert class_weights(rule, COUNTS) == pytest.approx(expected)
+
+
+def test_masks_without_valid_pixels_and_unknown_rule_are_refused() -> None:
+    with pytest.raises(ValueError, match="no valid pixel"):
+        class_weights("enet", ClassFrequencies((0,), (0,), (0,), 9, 1, ((),)))
+
+
+def test_class_counts_are_cached_until_a_mask_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mask = tmp_path / "m.png"
+    mask.write_bytes(b"one")
+    calls: list[int] = []
+
+    def count() -> ClassFrequencies:
+        calls.append(1)
+        return COUNTS
+
+    for _ in range(2):
+        assert cached_frequencies([mask], "key", count) == COUNTS
+    assert len(calls) == 1
+    cached_frequencies([mask], "other key", count)
+    assert len(calls) == 2
+    mask.write_bytes(b"other")
+    os.utime(mask, ns=(1, 1))
+    cached_frequencies([mask], "key", count)
+    assert len(calls) == 3
+    for file in (tmp_path / "cache" / "segapp").iterdir():
+        file.write_text("{broken")
+    assert cached_frequencies([mask], "key", count) == COUNTS
+    assert len(calls) == 4

@@ -117,14 +117,15 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
                 act()
 
 
-@pytest.mark.parametrize("device", ["mtia", "hpu:0", "meta", "foo"])
-def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
-    for value in (device, [device]):
-        with pytest.raises(
-            ConfigError, match=f"^parallel.devices: device '{device}' .*: use 'cpu', 'cuda:0' or"
-        ) as caught:
-            choose_devices(value)
-        assert caught.value.exit_code == 2
+@pytest.mark.parametrize("value", ["mtia", ["hpu:0"], "meta", ["foo"], ["cpuu", "foo"]], ids=str)
+def test_device_of_an_unknown_kind_is_refused_by_its_key(value: str | list[str | int]) -> None:
+    first = value if isinstance(value, str) else value[0]
+    hint = r" \(did you mean cpu\?\)" if first == "cpuu" else ""
+    with pytest.raises(
+        ConfigError, match=f"^parallel.devices: device '{first}' .*: use 'cpu', 'cuda:0' or[^(]*{hint}"
+    ) as caught:
+        choose_devices(value)
+    assert caught.value.exit_code == 2
 
 
 FACTS = {"1a4e": 49140, "1b77": 12288, "2c05": 12037, "9d31": 24576}

@@ -32,14 +32,13 @@ from segapp.errors import ConfigError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.predict.predictor import predict_image
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
+from segapp.models import SegmentationModel
 from segapp.parallel.distributed import Ranks
 from segapp.planning.auto import resolve_auto
 from segapp.run.folder import RunFolder
 from segapp.session.failures import as_segapp_error
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from tests.support.own_parts import DROPOUT
-from tests.support.runs import events, merged, train
+from tests.support.runs import events, merged, resume, train
 
 CPU, V100, A100 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 LINKNET = {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet"}
@@ -54,6 +53,8 @@ def config_of(**sections: Any) -> RunConfig:
 @pytest.fixture(autouse=True)
 def _two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0) if device == V100 else (8, 0))
+    for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,12 @@ def test_custom_model_and_loss_can_ask_for_float32(
     assert with_precision(config, [A100, A100]).train.precision == expected
 
 
+@pytest.fixture(scope="module")
+def networks() -> list[SegmentationModel]:
+    """Convolutions and a transformer."""
+    return [build_network(ModelConfig(**section), 3, with_weights=False) for section in (LINKNET, SEGFORMER)]
+
+
 @pytest.mark.parametrize(
     ("train", "device", "expected"),
     [
@@ -101,12 +108,11 @@ def test_custom_model_and_loss_can_ask_for_float32(
         ({}, CPU, False),
     ],
 )
-def test_channels_last_where_tensor_cores_convolve(train: dict[str, Any], device: torch.device, expected: bool) -> None:
-    model = build_network(ModelConfig(**LINKNET), 3, with_weights=False)
+def test_channels_last_where_tensor_cores_convolve(
+    train: dict[str, Any], device: torch.device, expected: bool, networks: list[SegmentationModel]
+) -> None:
     section = TrainConfig(**{"precision": "fp32", **train})
-    assert uses_channels_last(section, model, device) == expected
-    transformer = build_network(ModelConfig(**SEGFORMER), 3, with_weights=False)
-    assert not uses_channels_last(section, transformer, device)
+    assert [uses_channels_last(section, network, device) for network in networks] == [expected, False]
 
 
 SWITCHES = {"deterministic": True, "tf32": False}
@@ -114,7 +120,6 @@ SWITCHES = {"deterministic": True, "tf32": False}
 
 def test_deterministic_is_refused_where_cublas_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS reads its variable at its first product: set later, every product of the run would raise."""
-    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=f"{CUBLAS_VARIABLE}=:4096:8") as raised, numerics(**SWITCHES):
         pass
@@ -129,7 +134,6 @@ def test_deterministic_is_refused_where_cublas_has_run(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("has_used_cuda", [False, True])
 def test_second_deterministic_run_of_a_process_works(monkeypatch: pytest.MonkeyPatch, has_used_cuda: bool) -> None:
-    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
     for _ in range(2):
         with numerics(**SWITCHES):
             assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
@@ -157,7 +161,7 @@ def test_resume_with_auto_keeps_the_precision(tiny: dict[str, Any], tmp_path: Pa
     assert train(merged(tiny, train={**one, "precision": "amp-bf16"}), first) == 0
     longer = merged(tiny, train={**one, "epochs": 2})
     assert train(longer, second, checkpoint=first / "checkpoints" / "last.pt") == 0
-    assert run_session(TrainRequest(longer, RunFolder(first))) == 0
+    assert resume(longer, first) == 0
     for folder in (first, second):
         start = events(folder, "run_start")[-1]
         assert (start["precision"], start["resumed_from_step"]) == ("amp-bf16", 2)
@@ -177,12 +181,6 @@ def switches() -> dict[str, Any]:
         "convolution": torch.backends.cudnn.conv.fp32_precision == "tf32",
         "environment": {name: os.environ.get(name) for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE)},
     }
-
-
-@pytest.fixture(autouse=True)
-def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -23,11 +23,8 @@ from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.models.weights import weights_path
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training.step.assembler import StepAssembler
-from tests.support.runs import events, merged, train
+from tests.support.runs import events, merged, resume, train
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 NARROW = {"decoder_pyramid_channels": 16, "decoder_segmentation_channels": 32}
@@ -78,9 +75,7 @@ def test_values_of_the_weights_stay_with_the_run(
 ) -> None:
     config, folder = half
     monkeypatch.setattr("segapp.assembly.network.expected_statistics", lambda *_: pytest.fail("resolved again"))
-    assert (
-        run_session(TrainRequest(merged(config.model_dump(mode="json"), train={"epochs": 2}), RunFolder(folder))) == 0
-    )
+    assert resume(merged(config.model_dump(mode="json"), train={"epochs": 2}), folder) == 0
     own = load_config(folder / "config.yaml")
     assert (own.data.mean, own.data.std, own.loss.align_corners) == ((0.5,) * 3, (0.5,) * 3, False)
     image = np.random.default_rng(1).integers(0, 256, (64, 96, 3), dtype=np.uint8)

@@ -56,8 +56,8 @@ def test_steps_of_ranks_equal_one_device_in_float64(tmp_path: Path, num_ranks: i
 def test_training_of_one_nccl_rank_equals_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
     from segapp.config import dump_config
     from tests.support.live_runs import small
-    from tests.support.rank_runs import losses, ranks_of
-    from tests.support.runs import segapp, train
+    from tests.support.rank_runs import ranks_of
+    from tests.support.runs import losses, segapp, train
 
     (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3, [0])))
     done = segapp("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
@@ -89,8 +89,8 @@ def test_split_of_ranks_is_changed_by_command_on_gpus(tiny: dict[str, Any], tmp_
 
 def test_ranks_without_sync_bn_train_on_gpus(tiny: dict[str, Any], tmp_path: Path) -> None:
     from segapp.config import dump_config
-    from tests.support.rank_runs import losses, ranks_of
-    from tests.support.runs import segapp
+    from tests.support.rank_runs import ranks_of
+    from tests.support.runs import losses, segapp
 
     (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 2, TWO, sync_bn=False, shares=[2, 3])))
     done = segapp("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)

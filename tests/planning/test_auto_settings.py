@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,8 @@ from segapp.planning.auto import resolve_auto
 from segapp.planning.trial import evaluation_size
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices
-from tests.support.runs import events, merged, train
+from tests.support.runs import events, final_state, merged, resume, train
 
 pytestmark = pytest.mark.usefixtures("logical_budgets")
 
@@ -51,14 +48,14 @@ def test_bad_start_reaches_best_split_within_three_epochs(tiny, tmp_path):
     send_command(folder, parse_command("set gpu0_bsz=auto"))
     assert train(on_budgets(tiny, 5, 30.0, gpu0_bsz=8), folder) == 0
     splits = [event["split"] for event in events(folder, "epoch_start")]
-    observed = {tuple(split): peaks for split, peaks in state_of(folder)["live"]["splits"]["observed"]}
+    observed = {tuple(split): peaks for split, peaks in final_state(folder)["live"]["splits"]["observed"]}
     assert splits[0] == [8, 0, 0]
     assert splits[3] == splits[4]
     # The splits around it, each trained with for one step; the far ones hold more images on some device.
     for gpu0_bsz in (1, 3):
         other = tmp_path / str(gpu0_bsz)
         assert train(on_budgets(tiny, 1, 30.0, gpu0_bsz=gpu0_bsz), other) == 0
-        ((split, peaks),) = state_of(other)["live"]["splits"]["observed"]
+        ((split, peaks),) = final_state(other)["live"]["splits"]["observed"]
         observed.setdefault(tuple(split), peaks)
     best = min(max(peaks) for peaks in observed.values())
     assert max(observed[tuple(splits[3])]) <= best + 0.02 * 30
@@ -78,14 +75,9 @@ def test_evaluation_within_an_epoch_raises_no_peak_of_training(tiny, tmp_path):
             eval={"every_steps": every_steps, "batch_size": 4},
         )
         assert train(config, tmp_path / str(every_steps)) == 0
-        ((_, peaks),) = state_of(tmp_path / str(every_steps))["live"]["splits"]["observed"]
+        ((_, peaks),) = final_state(tmp_path / str(every_steps))["live"]["splits"]["observed"]
         observed.append(peaks)
     assert observed[0] == pytest.approx(observed[1], rel=0.1)
-
-
-def state_of(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
-    return state
 
 
 @pytest.mark.slow
@@ -97,34 +89,14 @@ def test_auto_split_starts_from_plan_and_can_be_switched(tiny, tmp_path):
     assert train(config, folder) == 75
     saved_plan = read_saved_plan(folder.joinpath("memory_plan.json"))
     assert events(folder, "run_start")[0]["split"] == list(saved_plan.best_split)
-    assert state_of(folder)["live"]["settings"]["gpu0_bsz_auto"] is True
+    assert final_state(folder)["live"]["settings"]["gpu0_bsz_auto"] is True
     kept = folder.joinpath("memory_plan.json").stat().st_mtime_ns
     send_command(folder, parse_command("set gpu0_bsz=5"))
-    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert resume(config, folder) == 0
     assert folder.joinpath("memory_plan.json").stat().st_mtime_ns == kept  # not simulated again
     assert "auto is switched off" in assert_answered_once(folder)["set gpu0_bsz=5"]["reason"]
     assert events(folder, "epoch_start")[-1]["split"] == [5, 2, 1]
-    assert state_of(folder)["live"]["settings"]["gpu0_bsz_auto"] is False
-
-
-@pytest.mark.slow
-def test_auto_split_is_planned_anew_for_fewer_devices(tiny, tmp_path):
-    """The automatic batch stays the first one."""
-    folder, batch = tmp_path / "run", {"batch_size": "auto"}
-    first = on_budgets(tiny, 1, 30.0, batch, gpu0_bsz="auto")
-    assert train(first, folder) == 0
-    plans = [read_saved_plan(folder / "memory_plan.json")]
-    two = {"devices": ["cpu", "cpu"], "memory_budget_mib": [90.0, 90.0]}
-    fewer = on_budgets(tiny, 2, 0, batch, gpu0_bsz="auto", **two)
-    assert run_session(TrainRequest(fewer, RunFolder(folder))) == 0
-    plans.append(read_saved_plan(folder / "memory_plan.json"))
-    assert [len(plan.best_split) for plan in plans if plan] == [3, 2]
-    assert plans[0] is not None
-    assert plans[1] is not None
-    assert plans[0].batch_size == plans[1].batch_size
-    (change,) = events(folder, "settings")
-    topology = change["topology"]
-    assert (topology["ranks"], topology["old_ranks"], change["split"]) == (2, 3, list(plans[1].best_split))
+    assert final_state(folder)["live"]["settings"]["gpu0_bsz_auto"] is False
 
 
 def test_plan_for_other_devices_keeps_its_batch_alone(tiny, tmp_path):
@@ -171,7 +143,7 @@ def test_auto_batch_fits_and_holds_after_resume(tiny, tmp_path):
     assert not events(folder, "oom")
     assert events(folder, "run_start")[0]["batch_size"] == batch
     more = merged(config.model_dump(mode="json"), train={"epochs": 2}, parallel={"memory_budget_mib": [900.0] * 3})
-    assert run_session(TrainRequest(more, RunFolder(folder))) == 0  # more memory changes nothing
+    assert resume(more, folder) == 0  # more memory changes nothing
     assert load_config(folder / "config.yaml").train.batch_size == batch
 
 

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from segapp.config import load_config
 from segapp.datasets import resources
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.errors import ConfigError, RunError
 from segapp.memory.peaks import PhasePeak, SimulationJob, SimulationResult
-from segapp.models import build_model
 from segapp.parallel.distributed import Ranks
 from segapp.planning import auto
 from segapp.planning.auto import check_host_memory
 from segapp.session.start_checks import check_crop
+from tests.session.test_start_checks import Network
 from tests.support.runs import events, merged, train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -114,11 +113,8 @@ def test_evaluated_batches_are_named_if_they_need_more(tiny, asked):
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
 def test_no_packaged_config_is_refused_at_its_own_sizes(name, asked):
     config = load_config(CONFIGS / name)
-    section = config.model
     largest_px = DATASETS[config.data.format].usual_px if config.data.format in DATASETS else None
-    with torch.device("cpu" if "segformer" in name else "meta"):  # its depths are read from a tensor
-        model = build_model(section.library, section.name, 19, encoder=section.encoder, options=section.options)
-    check_crop(config.data, largest_px, model)
+    check_crop(config.data, largest_px, Network())
     num_images = min(config.train.batch_size or 2, 13)
     assert check_host_memory(config, num_images, 2 * MIB, OneOf([("a", 24_000, 20_000)])) is None
 
@@ -137,13 +133,26 @@ def limited(folder: Path, total_mib: int, used_mib: int, monkeypatch: pytest.Mon
 CONTAINER: dict[str, Any] = {"data": {"crop_px": [96, 120]}, "train": {"batch_size": 3, "steps": 1, "epochs": 1}}
 
 
-def test_a_run_in_a_small_container_ends_before_its_first_step(tiny, tmp_path, monkeypatch):
-    """The prediction is a real one, of more than 4 MiB."""
+@pytest.mark.slow
+def test_a_real_step_of_three_crops_is_predicted_and_refused(tiny, tmp_path, monkeypatch):
+    """It needs more than 4 MiB."""
     limited(tmp_path / "small", 5, 1, monkeypatch)
     with pytest.raises(ConfigError, match=r"a step of 3 crops of 96 x 120 px .* of 5 MiB of memory, 4 MiB") as caught:
         train(merged(tiny, **CONTAINER), tmp_path / "run")
     assert caught.value.topic == "out-of-memory"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_in_a_small_container_ends_before_its_first_step(tiny, asked, tmp_path, monkeypatch):
+    limited(tmp_path / "small", 100, 10, monkeypatch)
+    accumulated = merged(tiny, **CONTAINER | {"train": {"batch_size": 3, "accumulate": 2}})
+    with pytest.raises(
+        ConfigError, match=r"a step of 3 crops of 96 x 120 px .* of 100 MiB of memory, 90 MiB"
+    ) as caught:
+        train(accumulated, tmp_path / "run")
+    assert caught.value.topic == "out-of-memory"
+    assert not (tmp_path / "run").exists()
+    assert asked == [SimulationJob("single", (3,), 2)]
 
 
 def test_a_run_in_a_full_container_begins_with_an_alert(tiny, asked, tmp_path, monkeypatch):

@@ -1,20 +1,24 @@
-"""The engine that the memory planner simulates is the one that trains."""
+"""The engine that the memory planner simulates is the one that trains, and the workspaces of cuBLAS next to it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch import nn
 
 from segapp.assembly.devices import plan_devices
+from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
 from segapp.parallel.distributed import Ranks
-from segapp.planning.simulate import build_simulator
+from segapp.planning.simulate import Simulator, build_simulator
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.session.build import build_trainer
@@ -100,3 +104,13 @@ def test_planned_engine_equals_the_trained_one(tiny: dict[str, Any], tmp_path: P
     for own, wanted, case in zip(planned, trained, CASES, strict=True):
         for part in wanted:
             assert own[part] == wanted[part], f"{case}: {part}"
+
+
+@pytest.mark.parametrize(("mode", "num_each"), [("single", 2), ("ddp", 2), ("dp", 3)])
+def test_blas_workspaces_are_by_thread(mode: Mode, num_each: int) -> None:
+    """One for the forward pass and one for autograd; a third in dp, for an evaluation's threads."""
+    job, simulator = SimulationJob(mode, (2, 1), blas_mib=0.5), Mock()
+    made = Simulator._blas_workspaces(simulator, job, ["meta", "cpu"])
+    sizes = Counter((tensor.device.type, tensor.nbytes) for tensor in made)
+    assert sizes == {(device, 2**19): num_each for device in ("meta", "cpu")}
+    assert Simulator._blas_workspaces(simulator, replace(job, blas_mib=0.0), ["cpu"]) == []

@@ -1,17 +1,16 @@
 """The plan chooses what is computed again: what fits, and what a run does with it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training.step import assembler
 from tests.support import ROOT
 from tests.support.budgets import use_plan
-from tests.support.runs import events, merged, segapp, train
+from tests.support.runs import UNET, events, losses, merged, resume, segapp, train
 
 
 @pytest.mark.slow
@@ -28,14 +27,6 @@ def test_deeplabv3_r101_trains_batches_of_8_on_two_11_gib():
     assert peaks["all"] < peaks["auto"] <= 11264 < peaks["off"]
     assert {len(names) for names in plans["auto"]["recompute"]} == {29}, "of 33"
     assert "the memory plan chose 29/29 blocks to recompute" in plans["auto"]["notes"][-1]
-
-
-UNET = {
-    "library": "smp",
-    "name": "Unet",
-    "encoder": "tu-test_resnet",
-    "options": {"encoder_depth": 3, "decoder_channels": [16, 8, 8]},
-}
 
 
 def two_devices(tiny, **sections):
@@ -58,23 +49,24 @@ def seen_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("logical_budgets")
-def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, monkeypatch, seen_blocks):
+def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, monkeypatch, seen_blocks, capsys):
     """Also when it is resumed and when gpu0_bsz is another, and with the losses of a run without."""
     blocks = (("encoder.model.layer1.0",), ())
     planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=blocks)
+    planned = replace(planned, notes=("its first note", "its last note"))
     folder = RunFolder.create(path=tmp_path / "run")
     use_plan(monkeypatch, planned)
     budgets = {"memory_budget_mib": [500.0, 500.0]}
     assert train(two_devices(tiny, parallel=budgets), folder.path) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line in planned.notes] == [*planned.notes]
     for number, gpu0_bsz in enumerate((None, 1), start=2):
         config = two_devices(tiny, parallel={"gpu0_bsz": gpu0_bsz, **budgets}, train={"epochs": number})
-        assert run_session(TrainRequest(config, RunFolder(folder.path))) == 0
+        assert resume(config, folder.path) == 0
     assert seen_blocks == [blocks] * 3
     assert [event["recompute"] for event in events(folder.path, "settings")] == ["config"] * 3  # one for each start
     assert read_saved_plan(folder.saved_plan) == planned
     assert train(two_devices(tiny, train={"recompute": "off"}), tmp_path / "whole") == 0
-    losses = [[event["loss"] for event in events(each, "step")] for each in (folder.path, tmp_path / "whole")]
-    assert losses[0][:2] == losses[1]
+    assert losses(folder.path)[:2] == losses(tmp_path / "whole")
 
 
 def test_unknown_memory_computes_nothing_again_and_says_so(tiny, tmp_path, seen_blocks, capsys):

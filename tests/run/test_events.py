@@ -145,23 +145,17 @@ def test_several_threads_write_whole_lines(tmp_path):
 # -- a full disk --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def armed():
-    yield failpoints.arm
-    failpoints.arm("")
-
-
-def test_full_disk_loses_no_event_and_raises_nothing(tmp_path, armed):
+def test_full_disk_loses_no_event_and_raises_nothing(tmp_path):
     path = tmp_path / "e.jsonl"
     writer = EventWriter(path)
     writer.write(step(1))
-    armed("events.before_write=raise:ENOSPC")
+    failpoints.arm("events.before_write=raise:ENOSPC")
     for number in range(2, 6):
         writer.write(step(number))
     assert writer.problem == os.strerror(errno.ENOSPC)
     assert writer.num_pending == 4
     assert not writer.flush()
-    armed("")
+    failpoints.arm("")
     assert writer.flush()
     writer.close()
     raws = lines(path)
@@ -170,16 +164,16 @@ def test_full_disk_loses_no_event_and_raises_nothing(tmp_path, armed):
     assert [raw["seq"] for raw in raws] == list(range(1, 7))
 
 
-def test_step_events_are_dropped_first_from_a_full_queue(tmp_path, armed):
+def test_step_events_are_dropped_first_from_a_full_queue(tmp_path):
     path = tmp_path / "e.jsonl"
     writer = EventWriter(path, max_pending=4)
-    armed("events.before_write=raise:ENOSPC")
+    failpoints.arm("events.before_write=raise:ENOSPC")
     writer.alert("data", "older than all steps")
     for number in range(1, 6):
         writer.write(step(number))
     for status in ("applied", "rejected"):
         writer.write(CommandAnswer(id=status, command="pause", by="me", status=status))
-    armed("")
+    failpoints.arm("")
     writer.close()
     raws = lines(path)
     assert [raw["type"] for raw in raws] == ["alert", "step", "command", "command", "alert"]
@@ -187,14 +181,14 @@ def test_step_events_are_dropped_first_from_a_full_queue(tmp_path, armed):
     assert "; 4 events were dropped" in raws[-1]["message"]
 
 
-def test_each_full_disk_counts_its_own_dropped_events(tmp_path, armed):
+def test_each_full_disk_counts_its_own_dropped_events(tmp_path):
     path = tmp_path / "e.jsonl"
     with EventWriter(path, max_pending=2) as writer:
         for num_steps in (5, 4, 2):  # of which 3, 2 and none are dropped
-            armed("events.before_write=raise:ENOSPC")
+            failpoints.arm("events.before_write=raise:ENOSPC")
             for number in range(num_steps):
                 writer.write(step(number))
-            armed("")
+            failpoints.arm("")
             assert writer.flush()
     said = [raw["message"].split("; ")[1:] for raw in lines(path) if raw["type"] == "alert"]
     assert said == [["3 events were dropped"], ["2 events were dropped"], []]
@@ -299,19 +293,20 @@ def test_rewind_drops_steps_logged_before_checkpoint_event(tmp_path):
     path = tmp_path / "e.jsonl"
     first = [EpochStart(epoch=1, lr=0.1), *map(step, (1, 2, 3)), Val(epoch=1, step=3, loss=0.1, miou=0.5, iou=[0.5])]
     saved = [Checkpoint(path="last.pt", epoch=1, step=2, sha256=sha256) for sha256 in ("two", "saved again")]
-    write(path, *first, EpochStart(epoch=2, lr=0.1), step(4, epoch=2), *saved)
+    before = [Alert(kind="data", message=4000 * "x")] * 300  # more than is copied at once
+    write(path, *before, *first, EpochStart(epoch=2, lr=0.1), step(4, epoch=2), *saved)
     with EventWriter(path) as writer:
         assert writer.rewind(2, epoch=1, batch=2, sha256="two") == 5
     after = lines(path)
-    kept = [("epoch_start", None, 1), ("step", 1, 2), ("step", 2, 3), ("checkpoint", 2, 4)]
-    assert [(raw["type"], raw.get("step"), raw["seq"]) for raw in after] == kept
+    kept = [("epoch_start", None, 301), ("step", 1, 302), ("step", 2, 303), ("checkpoint", 2, 304)]
+    assert [(raw["type"], raw.get("step"), raw["seq"]) for raw in after[300:]] == kept
 
 
-def test_failed_rewind_keeps_the_old_events(tmp_path, armed):
+def test_failed_rewind_keeps_the_old_events(tmp_path):
     path = tmp_path / "e.jsonl"
     before = interrupted_run(path)
     writer = EventWriter(path)
-    armed("events.rewind.before_rename=raise:ENOSPC")
+    failpoints.arm("events.rewind.before_rename=raise:ENOSPC")
     assert writer.rewind(6, epoch=3, batch=0) == 0
     writer.write(step(9))
     *old, alert, new = lines(path)

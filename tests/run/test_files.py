@@ -1,5 +1,6 @@
 import os
 import subprocess
+import sys
 import time
 
 import pytest
@@ -8,25 +9,20 @@ from hypothesis import strategies as st
 
 from segapp import failpoints
 from segapp.run.files import file_system_of, remove_dead_temporaries, temporary_name, write_atomic, write_json
-from segapp.run.words import encodable, printable
-
-
-@pytest.fixture
-def armed():
-    yield failpoints.arm
-    failpoints.arm("")
+from segapp.run.words import announce, encodable, first_line, last_announced, outlast_readers, printable, size
+from tests.support.fault_table import case
 
 
 @pytest.mark.parametrize("place", ["before_write", "before_fsync", "before_rename"])
 @pytest.mark.parametrize("what", ["ENOSPC", "EIO", "EACCES", "KeyboardInterrupt"])
-def test_failed_write_leaves_only_the_old_file(tmp_path, armed, place, what):
+def test_failed_write_leaves_only_the_old_file(tmp_path, place, what):
     write_atomic(tmp_path / "f", "old")
-    armed(f"file.{place}=raise:{what}")
+    failpoints.arm(f"file.{place}=raise:{what}")
     with pytest.raises((OSError, KeyboardInterrupt)):
         write_atomic(tmp_path / "f", "new")
     assert (tmp_path / "f").read_text() == "old"
     assert os.listdir(tmp_path) == ["f"]
-    armed("")
+    failpoints.arm("")
     write_json(tmp_path / "f", {"new": 1})
     assert (tmp_path / "f").read_text() == '{\n "new": 1\n}\n'
 
@@ -66,8 +62,8 @@ def test_printable_text_is_idempotent_without_control_codes(text):
     assert len(encodable(text).encode()) >= len(text)
 
 
-def test_failpoints_trigger_at_their_count(armed):
-    armed("a=2:nan; b=oom*2; c=raise:ENOSPC; d=sleep:0")
+def test_failpoints_trigger_at_their_count():
+    failpoints.arm("a=2:nan; b=oom*2; c=raise:ENOSPC; d=sleep:0")
     assert [failpoints.failpoint("a") for _ in range(4)] == [None, "nan", None, None]
     assert [failpoints.failpoint("b") for _ in range(3)] == ["oom", "oom", None]
     for _ in range(2):
@@ -75,8 +71,8 @@ def test_failpoints_trigger_at_their_count(armed):
             failpoints.failpoint("c")
     assert failpoints.failpoint("d") is failpoints.failpoint("unarmed") is None
     with pytest.raises(ValueError, match="cannot read"):
-        armed("a=?")
-    armed("a=raise:Nonsense")
+        failpoints.arm("a=?")
+    failpoints.arm("a=raise:Nonsense")
     with pytest.raises(ValueError, match="neither an errno"):
         failpoints.failpoint("a")
 
@@ -92,3 +88,45 @@ def test_file_system_is_that_of_the_innermost_mount(tmp_path):
     assert file_system_of(tmp_path / "home dir" / "x", mounts) == "nfs4"
     assert file_system_of(tmp_path / "home dir" / "local", mounts) == "tmpfs", "the later mount hides the earlier one"
     assert file_system_of(tmp_path / "home dirs", mounts) == "ext4"
+
+
+@case(
+    "F39",
+    how="stdout or stderr whose reader leaves after a line",
+    passes="the program goes on and writes, no BrokenPipe traceback",
+)
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_goes_on_after_its_reader_has_left(monkeypatch, stream):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", sys.stdout)
+        monkeypatch.setattr(sys, "stderr", sys.stderr)
+        monkeypatch.setattr(sys, stream, pipe)
+        outlast_readers()
+        print("read", file=getattr(sys, stream), flush=True)
+        assert os.read(reading, 100) == b"read\n"
+        os.close(reading)
+        for line in ("lost", "lost too", 2**17 * "x"):
+            print(line, file=getattr(sys, stream), flush=True)
+        assert getattr(sys, stream).fileno() == writing
+
+
+def test_last_announced_line_is_found(capsys):
+    announce("finding the images")
+    announce("first step")
+    lines = capsys.readouterr().out.splitlines()
+    assert last_announced([*lines, "epoch 1"]) == "first step"
+    assert last_announced(["epoch 1"]) is None
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.0 MiB"), (1.5 * 2**20, "1.5 MiB"), (117 * 2**20, "117 MiB"), (2.25 * 2**30, "2.2 GiB")],
+)
+def test_sizes(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+def test_first_line_is_the_message_or_the_type():
+    assert first_line(ValueError("\n abc\nd")) == "abc"
+    assert first_line(ValueError()) == "ValueError"

@@ -29,6 +29,11 @@ from segapp.run.state import StateFacts, derive_state
 from segapp.view.runs import list_runs, run_state, summarize
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create("a", root=tmp_path)
+
+
 def test_new_run_never_reuses_an_existing_folder(tmp_path):
     paths = [RunFolder.create("camvid", root=tmp_path).path.name for _ in range(3)]
     assert paths == ["camvid", "camvid-2", "camvid-3"]
@@ -48,7 +53,7 @@ def test_given_folder_is_used_unless_files_would_be_lost(tmp_path):
     RunFolder.create(path=tmp_path / "here")
     write(folder, step(1))
     with pytest.raises(ConfigError, match="add --resume"):
-        RunFolder.create(path=tmp_path / "here")
+        RunFolder.create(path=folder.path)
     folder.events.unlink()
     (folder.checkpoints / "last.pt").write_bytes(b"x")
     with pytest.raises(ConfigError, match="add --resume"):
@@ -74,8 +79,7 @@ def test_file_that_cannot_be_written_is_a_storage_error(tmp_path, name, write, m
         write(folder)
 
 
-def test_run_json_is_written_once_with_contract_fields(tmp_path):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_run_json_is_written_once_with_contract_fields(folder):
     with folder:
         info = folder.write_info(versions={"torch": "2"}, gpus=[{"uuid": "GPU-1"}])
         assert folder.write_info(versions={"torch": "3"}) == info
@@ -135,8 +139,7 @@ def test_release_without_a_lock_closes_no_file(tmp_path, monkeypatch):
     RunFolder(tmp_path).release()
 
 
-def test_reading_the_lock_file_does_not_release_the_lock(tmp_path):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_reading_the_lock_file_does_not_release_the_lock(folder):
     with folder:
         folder.lock.read_text()
         RunFolder(folder.path).read_holder()
@@ -158,8 +161,7 @@ time.sleep(60)
 """
 
 
-def test_worker_outliving_its_trainer_does_not_hold_the_lock(tmp_path):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_worker_outliving_its_trainer_does_not_hold_the_lock(folder):
     trainer = subprocess.Popen([sys.executable, "-c", FORK_AND_DIE, folder.path], stdout=subprocess.PIPE, text=True)
     worker = int(trainer.stdout.readline())
     try:
@@ -174,9 +176,8 @@ def test_worker_outliving_its_trainer_does_not_hold_the_lock(tmp_path):
         os.kill(worker, signal.SIGKILL)
 
 
-def test_lock_release_holds_despite_a_forked_child(tmp_path):
+def test_lock_release_holds_despite_a_forked_child(folder):
     """A new child may not have closed its copy yet."""
-    folder = RunFolder.create("a", root=tmp_path)
     for _ in range(10):
         folder.acquire()
         if (child := os.fork()) == 0:
@@ -251,8 +252,7 @@ def write(folder, *events):
             writer.write(event)
 
 
-def test_ages_are_those_of_the_last_event_and_step(tmp_path, monkeypatch):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_ages_are_those_of_the_last_event_and_step(folder, monkeypatch):
     with EventWriter(folder.events) as writer:
         for t, event in (
             (100.0, start()),
@@ -267,8 +267,7 @@ def test_ages_are_those_of_the_last_event_and_step(tmp_path, monkeypatch):
     assert (facts.event_age_s, facts.step_age_s) == (1.0, 4.0)
 
 
-def test_run_states_from_start_to_resume(tmp_path):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_run_states_from_start_to_resume(folder):
     folder.acquire()
     folder.write_info()
     now_s = time.time()
@@ -294,9 +293,8 @@ def test_run_states_from_start_to_resume(tmp_path):
     folder.release()
 
 
-def test_trainer_of_an_equal_host_name_is_not_crashed(tmp_path):
+def test_trainer_of_an_equal_host_name_is_not_crashed(folder):
     """Another boot id is a reboot of this machine, unless events were written since this machine started."""
-    folder = RunFolder.create("a", root=tmp_path)
     process = this_process().model_copy(update={"boot_id": "another", "machine": "another.1"})
 
     def write_maker(maker):
@@ -316,8 +314,7 @@ def test_trainer_of_an_equal_host_name_is_not_crashed(tmp_path):
     assert run_state(folder.path) == "crashed"
 
 
-def test_summary_has_every_field(tmp_path):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_summary_has_every_field(folder, tmp_path):
     with folder:
         folder.write_info()
         write(folder, start_of(folder, gpu0_bsz=1, split=[1, 3]))
@@ -334,30 +331,26 @@ def test_summary_has_every_field(tmp_path):
         )
         found = summarize(folder.path).as_json()
         [listed] = list_runs(tmp_path)
-    names = ("state", "epoch", "step", "steps_per_epoch", "epochs")
-    assert [found[name] for name in names] == ["live", 1, 3, 3, 2]
+    names = ("state", "epoch", "step", "steps_per_epoch", "epochs", "miou", "best_miou", "best_epoch", "pid")
+    assert [found[name] for name in names] == ["live", 1, 3, 3, 2, 0.5, 0.6, 1, os.getpid()]
     assert (found["loss"], found["loss_epoch"]) == (pytest.approx((1 + 1 / 2 + 1 / 3) / 3), 1)
-    assert (found["miou"], found["best_miou"], found["best_epoch"]) == (0.5, 0.6, 1)
     assert (found["num_scored"], found["best_num_scored"], found["num_classes"]) == (1, 1, len(start().classes))
     assert found["devices"][0]["used_mib"] == 300.0
     assert found["checkpoint"] == {"path": "checkpoints/last.pt", "epoch": 1, "step": 3}
     assert found["pending"] == {"1": "set gpu0_bsz=2"}
     assert (found["num_alerts"], found["last_alert"]) == (1, "GPU 0 is nearly full")
-    assert found["pid"] == os.getpid()
     assert listed.folder.name == "a"
 
 
 @pytest.mark.parametrize("num_bytes", [0, 300 * 2**10, 2 * 2**20], ids=["none", "block", "blocks"])
-def test_last_events_are_found_before_much_damage(tmp_path, num_bytes):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_last_events_are_found_before_much_damage(folder, num_bytes):
     write(folder, start(), RunEnd(status="finished", reason="done", exit_code=0))
     with folder.events.open("ab") as file:
         file.write(b"x" * num_bytes + b"\n")
     assert run_state(folder.path) == "finished"
 
 
-def test_damaged_run_folder_is_summarized_without_traceback(tmp_path):
-    folder = RunFolder.create("a", root=tmp_path)
+def test_damaged_run_folder_is_summarized_without_traceback(folder, tmp_path):
     folder.run_json.write_bytes(b"\xff{")
     folder.lock.write_bytes(b"[1")
     folder.events.write_bytes(os.urandom(10_000) + b'\n{"v":1,"seq":1,"t":1,"type":"step","loss":"x"}\n{"torn')

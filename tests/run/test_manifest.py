@@ -121,17 +121,19 @@ def test_old_epochs_are_given_up_where_the_disk_is_full(tmp_path: Path, monkeypa
 
 
 def test_newest_intact_checkpoint_is_last_and_orphans_stay(tmp_path: Path) -> None:
-    """The manifest is damaged, then the newest of three checkpoints."""
+    """The manifest of two is damaged, then the two newest of four further checkpoints."""
     folder = CheckpointFolder(tmp_path)
+    commit(folder, 9)
     commit(folder, 1)
-    [orphan] = folder.objects.iterdir()
+    orphans = sorted(folder.objects.iterdir())
     folder.manifest_path.write_text("{")
     for epoch in (2, 4, 3, 5):
         commit(folder, epoch)
-    assert folder.quarantine(folder.read_manifest().entries[:1]) == []
-    assert (tmp_path / "last.pt").read_bytes() == b"3"
+    assert folder.read_manifest().orphans == [path.name for path in orphans]
+    assert folder.quarantine(folder.read_manifest().entries[:2]) == []
+    assert (tmp_path / "last.pt").read_bytes() == b"4"
     commit(folder, 6)
-    assert orphan.read_bytes() == b"1"
+    assert [path.read_bytes() for path in orphans] == [b"1", b"9"]
 
 
 def test_file_that_cannot_be_read_outranks_a_damaged_one(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def begun(environ: dict[str, str]) -> Any:
         ({**STEP, "SLURM_STEP_NODELIST": ""}, "srun started 4 tasks without MASTER_ADDR", None),
         (OPEN_MPI, "mpirun started several tasks.*with segapp launch", None),
         ({"PMIX_RANK": "1"}, "mpirun started several tasks", None),
-        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, ALONE, 75),
+        ({"PMIX_RANK": "0", "PMI_SIZE": "1"}, ALONE, 75),
         ({**STEP, "PMIX_RANK": "3"}, (3, 4), 75),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, ALONE, 75),
         ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", **MEETING}, "mpirun started several tasks", None),

@@ -38,7 +38,7 @@ from segapp.session.session import run_session
 from segapp.training.context import RunContext
 from segapp.training.signals import StopRequest
 from tests.support.own_parts import DROPOUT
-from tests.support.runs import events, merged, train
+from tests.support.runs import events, merged, resume, train
 
 
 def test_cache_that_a_resume_chooses_anew_changes_nothing(
@@ -134,7 +134,7 @@ def test_run_stopped_before_its_first_save_begins_anew(
     (end,) = events(folder, "run_end")
     assert (end["status"], end["exit_code"]) == ("stopped", 128 + signal.SIGTERM)
     assert end["reason"] == "SIGTERM: nothing was there to save yet"
-    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert resume(config, folder) == 0
     assert "the run has no checkpoint yet: it begins anew" in capsys.readouterr().out
     assert [(end["status"], end["exit_code"]) for end in events(folder, "run_end")[1:]] == [("finished", 0)]
     assert len(events(folder, "step")) == 2

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from segapp.commands.check import check_data
 from segapp.config import validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
@@ -27,21 +28,16 @@ def counted(split: str, pixels: tuple[int, ...], ignored_px: int = 0) -> Targets
     return Targets(split, frequencies, sum(pixels), 4, 4)
 
 
-def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -> list[tuple[str, str]]:
-    """Returns kind and message of the alerts of a sound set of 48 x 64 px images with some keys changed."""
+SOUND = counted("train", (50, 20, 30)), counted("val", (9, 1, 1))
+
+
+def said(
+    tiny: dict[str, Any], num_batches: int = 100, sets: tuple[Targets, Targets] = SOUND, **sections: Any
+) -> list[tuple[str, str]]:
+    """Returns kind and message of the alerts of 201 images of 48 x 64 px with some keys changed."""
     config = merged(merged(tiny, schedule={"warmup_steps": 0}).model_dump(mode="json"), **sections)
-    train_set, val_set = counted("train", (50, 20, 30)), counted("val", (9, 1, 1))
-    alerts = start_alerts(
-        config,
-        SCHEME,
-        train_set,
-        val_set,
-        largest_px=(48, 64),
-        num_images=201,
-        num_batches=num_batches or 0,
-        device_type="cpu",
-    )
-    return [(alert.kind, alert.message) for alert in alerts]
+    sizes: dict[str, Any] = {"largest_px": (48, 64), "num_images": 201, "num_batches": num_batches}
+    return [(alert.kind, alert.message) for alert in start_alerts(config, SCHEME, *sets, **sizes, device_type="cpu")]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +56,7 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
         ({"data": {"crop_px": [96, 160], "resize_px": [40, 60], "format": "m:f"}}, "data", "at most 40 x 60 px, enl"),
         ({"data": {"val_split": "test"}}, "data", "data.val_split = test: the best checkpoint is chosen on this split"),
         ({"data": {"val_split": "latest"}}, None, ""),
+        ({"data": {"val_split": "test", "crop_px": [96, 160]}}, "data", "data."),
         ({"data": {"val_split": "test_2017"}}, "data", "segapp eval --split test_2017"),
         ({"train": {"precision": "fp16"}}, "precision", "train.precision = fp16 on the CPU"),
         ({"train": {"precision": "amp-bf16"}}, None, ""),
@@ -71,7 +68,8 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
 )
 def test_alerts_of_a_config(tiny: dict[str, Any], sections: dict[str, Any], kind: str | None, words: str) -> None:
     found = said(tiny, **sections)
-    assert [each for each, _ in found] == ([] if kind is None else [kind])
+    num_alerts = len(sections["data"]) if words == "data." else 1
+    assert [each for each, _ in found] == ([] if kind is None else [kind] * num_alerts)
     assert all(words in message for _, message in found)
 
 
@@ -173,17 +171,14 @@ def test_another_length_says_the_rates_that_steps_have(tiny: dict[str, Any]) -> 
     config = merged(tiny, schedule={"warmup_steps": 0, **POLY}, optim={"lr": 0.1}, train={"accumulate": 1, "epochs": 4})
     found = changed_length_note({"epochs": 2}, config, num_batches=10, step=10, lr_factor=0.5)
     assert "step 11 is 0.0375, under the old length it would be 0.025:" in (found or "")
-    assert said(tiny, num_batches=None, schedule={"warmup_steps": 1000}) == [], "the length of a trial says nothing"
+    assert said(tiny, num_batches=0, schedule={"warmup_steps": 1000}) == [], "the length of a trial says nothing"
 
 
 def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
     def of(train_set: Targets, val_set: Targets, monitor: str = "miou") -> tuple[list[str], list[str]]:
-        config = merged(tiny, schedule={"warmup_steps": 0}, checkpoint={"monitor": monitor})
-        alerts = start_alerts(
-            config, SCHEME, train_set, val_set, largest_px=(48, 64), num_images=201, num_batches=100, device_type="cpu"
-        )
-        assert {alert.kind for alert in alerts} <= {"classes"}
-        return [alert.message for alert in alerts], start_notes(SCHEME, (train_set, val_set))
+        alerts = said(tiny, sets=(train_set, val_set), checkpoint={"monitor": monitor})
+        assert {kind for kind, _ in alerts} <= {"classes"}
+        return [message for _, message in alerts], start_notes(SCHEME, (train_set, val_set))
 
     full = counted("val", (1, 1, 1))
     assert of(counted("train", (9, 0, 0)), full)[0] == [
@@ -219,3 +214,13 @@ def test_train_refuses_black_and_white_masks(tiny: dict[str, Any], tiny_root: Pa
     assert not (tmp_path / "run").exists()
     mended = {**tiny, "data": {**raw, "label_map": {255: 1}, "ignore_index": -1}}
     assert train(merged(mended, train={"epochs": 1, "batch_size": 5}), tmp_path / "mended") == 0
+
+
+def test_training_on_the_validation_images_is_refused(
+    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = merged(tiny, data={"val_split": "train"})
+    with pytest.raises(DataError, match=r"validation images are training images too \(.*\.png.*images of their own"):
+        train(config, tmp_path / "run")
+    assert check_data(config, as_json=False) == 3
+    assert "training images too" in " ".join(capsys.readouterr().out.split())

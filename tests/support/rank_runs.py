@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from segapp.config import RunConfig, dump_config
 from segapp.run.commands import parse_command, send_command
 from tests.support.live_runs import assert_answered_once, background, seen, small, wait_for
 from tests.support.programs import start
-from tests.support.runs import events, segapp, train
+from tests.support.runs import events, final_state, losses, segapp, train
 
 Devices = list[str | int]
 
@@ -50,11 +49,6 @@ def run_ranks(*arguments: str, cwd: Path, num_ranks: int = 2, **options: Any) ->
 def trained_by_ranks(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `segapp train` by `run_ranks`."""
     return run_ranks("train", *arguments, **options)
-
-
-def losses(folder: Path) -> list[float]:
-    """Return the losses of all steps."""
-    return [event["loss"] for event in events(folder, "step")]
 
 
 def check_split_change(tiny: dict[str, Any], folder: Path, devices: Devices, rel: float = 1e-5) -> None:
@@ -112,7 +106,7 @@ def check_restart_after_out_of_memory(tiny: dict[str, Any], folder: Path, device
     assert [event.get("resumed_from_step") for event in events(run, "run_start")] == [None, 2]
     assert events(run, "run_end")[-1]["status"] == "finished"
     assert (run / "reports" / "rank_1_step_4.json").exists()
-    settings = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["live"]["settings"]
+    settings = final_state(run)["live"]["settings"]
     assert (settings["recompute"], settings["is_recomputed"], settings["num_pieces"]) == ("all", True, 1)
     (change,) = events(run, "settings")
     assert change["reason"] == "out of memory"

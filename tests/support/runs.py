@@ -16,6 +16,7 @@ from segapp import failpoints
 from segapp.config import RunConfig, validate_config
 from segapp.config.trust import named_code
 from segapp.custom.trust import accept_code
+from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
 from tests.support.programs import segapp as segapp  # the program beside `train`
@@ -27,6 +28,14 @@ MODEL: dict[str, Any] = {
     "options": {"encoder_depth": 3, "psp_out_channels": 32, "psp_dropout": 0.2},
 }
 """A model with BatchNorm and dropout that is trained in milliseconds; the fork server has measured it for 3 classes."""
+
+UNET: dict[str, Any] = {
+    "library": "smp",
+    "name": "Unet",
+    "encoder": "tu-test_resnet",
+    "options": {"encoder_depth": 3, "decoder_channels": [16, 8, 8]},
+}
+"""A model with five blocks that can be computed again."""
 
 FCN = {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_small", "aux": False}
 """The section `model` of a network with dropout, whose BatchNorms have a momentum of their own."""
@@ -74,6 +83,11 @@ def train(config: RunConfig, folder: Path, **plan: Any) -> int:
     return run_session(TrainRequest(config, run=folder, **plan))
 
 
+def resume(config: RunConfig, folder: Path, **plan: Any) -> int:
+    """Continues a run in this process, and returns the exit code."""
+    return run_session(TrainRequest(config, RunFolder(folder), **plan))
+
+
 @contextlib.contextmanager
 def each_save() -> Iterator[None]:
     """Let trainings in this process make each due save, whatever the last one cost."""
@@ -88,6 +102,17 @@ def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Returns the events of a run, of one type or all."""
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in found if kind in (None, event["type"])]
+
+
+def losses(folder: Path) -> list[float]:
+    """Returns the losses of all steps."""
+    return [event["loss"] for event in events(folder, "step")]
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    """Returns the state in the last checkpoint of a run."""
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return state
 
 
 def alerts(folder: Path) -> list[dict[str, Any]]:

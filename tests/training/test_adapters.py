@@ -24,9 +24,7 @@ from segapp.models.adapters import add_adapters, merge_adapters
 from segapp.planning.simulate import build_simulator
 from segapp.training.step.assembler import StepAssembler
 from tests.support.golden_runs import float64
-from tests.support.rank_runs import losses
-from tests.support.runs import events, merged, train
-from tests.training.test_resume import final_state, resume
+from tests.support.runs import events, final_state, losses, merged, resume, train
 
 VIT = {"encoder": "tu-vit_tiny_patch16_224", "name": "eomt", "library": "segapp"}
 SMALL = {"depth": 3, "embed_dim": 48, "num_heads": 3, "num_queries": 6, "num_blocks": 2}
@@ -197,14 +195,16 @@ def test_freeze_thaw_and_layer_decay_apply_to_adapters(lora: dict[str, Any]) -> 
 
 
 def test_backbone_without_a_layer_to_adapt_is_refused() -> None:
-    model = build_model("smp", "FPN", 3, encoder="resnet18")
-    with pytest.raises(ConfigError, match=r"backbone resnet18 has no linear layer of a transformer's attention or MLP"):
+    model = build_model("smp", "FPN", 3, encoder="tu-test_resnet")
+    with pytest.raises(
+        ConfigError, match=r"backbone tu-test_resnet has no linear layer of a transformer's attention or MLP"
+    ):
         add_adapters(model, 4)
 
 
 def test_layer_that_is_never_called_is_not_adapted() -> None:
     """timm's BEiT reads the weight of `qkv` without calling the layer: an adapter there would change nothing."""
-    options = {"decoder_fusion_channels": 16}
+    options = {"embed_dim": 48, "num_heads": 3, "decoder_fusion_channels": 16}
     model = build_model("smp", "DPT", 3, encoder="tu-beit_base_patch16_224", options=options)
     add_adapters(model, 4)
     layers = {

@@ -9,11 +9,10 @@ import pytest
 from torch import nn
 
 from segapp.assembly.network import suited_momentum
-from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import load_config
 from segapp.models.by_name import PythonModel
 from segapp.planning.auto import with_kept
-from tests.support.runs import FCN, differing, merged, train
+from tests.support.runs import FCN, differing, final_state, merged, train
 
 
 @pytest.mark.parametrize(
@@ -46,11 +45,6 @@ def test_frozen_layers_count_if_they_thaw() -> None:
     assert suited_momentum(model, 192, is_thawed=True) == 0.1
 
 
-def state_of(run: Path) -> dict[str, Any]:
-    state: dict[str, Any] = load_checkpoint(run / "checkpoints" / "last.pt").state
-    return state
-
-
 def test_run_keeps_what_auto_chose(tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """15 steps of 2 micro-batches; MobileNetV3's own momentum is 0.01."""
     runs = {}
@@ -59,7 +53,7 @@ def test_run_keeps_what_auto_chose(tiny: dict[str, Any], tmp_path: Path, capsys:
         assert train(config, tmp_path / name) == 0
         said = "train.bn_momentum = 0.1, because the model's own would average the statistics of BatchNorm over too"
         assert (f"{said} many of the 6 forward passes" in capsys.readouterr().out) == (name == "auto")
-        runs[name] = state_of(tmp_path / name)
+        runs[name] = final_state(tmp_path / name)
     assert differing(runs["auto"]["model"], runs["named"]["model"]) == []
     changed = differing(runs["auto"]["model"], runs["own"]["model"])
     assert any(name.endswith("running_var") for name in changed)

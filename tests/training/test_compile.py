@@ -22,9 +22,8 @@ from segapp.memory.oom import release
 from segapp.planning.plan import _notes
 from segapp.training.step.assembler import StepAssembler
 from tests.support import ROOT
-from tests.support.rank_runs import losses
-from tests.support.runs import differing, merged, train
-from tests.training.test_resume import final_state, stopped_and_resumed
+from tests.support.runs import differing, final_state, losses, merged, train
+from tests.training.test_resume import stopped_and_resumed
 
 
 def compiled(num_bands: int = 3, **options: Any) -> NormalizedInput:
@@ -111,7 +110,7 @@ def test_plan_says_that_the_memory_of_graphs_is_not_counted(base: dict[str, Any]
 
 FAMILIES = {
     (config.model.library, config.model.name, config.model.encoder): path
-    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    for path in sorted((ROOT / "configs").glob("*.yaml"), key=lambda path: (path.stem != "demo", path))
     for config in [load_config(path)]
 }
 

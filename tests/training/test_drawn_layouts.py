@@ -17,8 +17,9 @@ from tests.support.layouts.judge import Verdict, compare, judged, sample_of
 from tests.support.runs import FCN, events, train
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "name", ["images/masks split", "colors without a file", "float TIFF of four bands", "EXIF-rotated", "labelme"]
+    "name", ["EXIF-rotated", "images/masks split", "labelme", "float TIFF of four bands", "colors without a file"]
 )
 def test_layout_trains_on_the_pixels_that_were_drawn(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,13 +10,9 @@ import torch
 
 from segapp.config import RunConfig
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from tests.support.budgets import use_plan
-from tests.support.rank_runs import losses
-from tests.support.runs import differing, each_save, events, merged, train
-from tests.training.test_resume import course, final_state, stopped_and_resumed
+from tests.support.runs import differing, each_save, events, final_state, losses, merged, resume, train
+from tests.training.test_resume import course, stopped_and_resumed
 
 ADAMW = {"name": "adamw", "lr": 0.001, "clip_grad_norm": 1.0}
 
@@ -112,8 +108,8 @@ def test_run_in_steps_ends_and_evaluates_within_an_epoch(base: dict[str, Any], t
     (start,) = events(tmp_path / "run", "run_start")
     assert (start["steps"], start["epochs"], start["steps_per_epoch"]) == (5, 3, 2)
     assert events(tmp_path / "run", "run_end")[0]["reason"] == "5 steps"
-    assert run_session(TrainRequest(short, RunFolder(tmp_path / "run"))) == 0  # nothing is left
-    assert run_session(TrainRequest(long, RunFolder(tmp_path / "run"))) == 0
+    assert resume(short, tmp_path / "run") == 0  # nothing is left
+    assert resume(long, tmp_path / "run") == 0
     assert train(long, tmp_path / "whole") == 0
     assert [event["step"] for event in events(tmp_path / "whole", "val")] == [3, 6, 7]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,9 @@ from segapp.config import RunConfig, dump_config
 from segapp.datasets.files import ImagePair
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError, RunError
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training import validation
 from segapp.training.step.engine import StepEngine
-from tests.support.runs import events, merged, train
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    failpoints.arm("")
+from tests.support.runs import events, merged, resume, train
 
 
 @pytest.fixture
@@ -102,14 +92,14 @@ def test_only_starts_from_the_first_step_draw_the_picture(
     assert picture_of(folder / "samples").any()
     path = folder / "samples" / "first_batch.png"
     path.write_bytes(b"the first")
-    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert resume(config, folder) == 0
     longer = merged(config.model_dump(mode="json"), train={"epochs": 3})
     earlier = folder / "checkpoints" / "epoch_0001.pt"
-    assert run_session(TrainRequest(longer, RunFolder(folder), checkpoint=earlier)) == 0
+    assert resume(longer, folder, checkpoint=earlier) == 0
     assert [event.get("resumed_from_step") for event in events(folder, "run_start")] == [None, None, 2]
     assert (picture_of(folder / "samples").any(), len(drawn)) == (True, 2), "the second start may have another config"
     path.unlink()
-    assert run_session(TrainRequest(longer, RunFolder(folder), checkpoint=earlier)) == 0
+    assert resume(longer, folder, checkpoint=earlier) == 0
     assert not path.exists()
 
 

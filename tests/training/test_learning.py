@@ -11,12 +11,9 @@ import torch
 from segapp.inference.evaluate import Evaluation
 from segapp.metrics import ConfusionMatrix
 from segapp.run.events import Alert, RunStart, Val
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training import validation
 from segapp.training.learning import LearningWatch
-from tests.support.runs import events, merged, train
+from tests.support.runs import events, merged, resume, train
 
 CLASSES = ["road", "a: b / c", "Stra\u00dfe", "box"]
 START = RunStart(classes=CLASSES, num_params=1, batch_size=1, epochs=3, steps_per_epoch=3, devices=[], monitor="miou")
@@ -198,5 +195,5 @@ def test_training_tells_at_its_end_and_not_again(
     steps = [event["loss"] for event in events(tmp_path / "run", "step")]
     means = [sum(steps[:2]) / 2, sum(steps[2:]) / 2]
     assert [event["steps_loss"] for event in events(tmp_path / "run", "val")] == pytest.approx(means)
-    assert run_session(TrainRequest(merged(base, train={"epochs": 5}), RunFolder(tmp_path / "run"))) == 0
+    assert resume(merged(base, train={"epochs": 5}), tmp_path / "run") == 0
     assert [event for event in events(tmp_path / "run", "alert") if event["kind"] == "learning"] == [alert]

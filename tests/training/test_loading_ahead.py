@@ -18,15 +18,12 @@ from segapp.datasets.sampling import sample_order
 from segapp.inference.evaluate import Evaluation
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import Event
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training import inbox
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.step.engine import StepEngine
 from tests.datasets.conftest import no_worker_is_left  # noqa: F401  # a fixture
 from tests.support.own_parts import DROPOUT
-from tests.support.runs import each_save, events, merged, train
+from tests.support.runs import each_save, events, final_state, losses, merged, resume, train
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 Loaded = tuple[int, tuple[int, ...], str]
@@ -36,10 +33,6 @@ NUM_EPOCHS, NUM_IMAGES, STEPS_PER_EPOCH = 3, 10, 5
 def loading(tiny: dict[str, Any], workers: int, **sections: Any) -> RunConfig:
     """Return a config with dropout, BatchNorm, and an evaluation after each epoch."""
     return merged({**tiny, "model": DROPOUT}, data={"workers": workers}, **sections)
-
-
-def resumed(config: RunConfig, folder: Path) -> int:
-    return run_session(TrainRequest(config, RunFolder(folder)))
 
 
 @pytest.fixture
@@ -57,10 +50,6 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[Loaded]:
 
     monkeypatch.setattr(StepEngine, "step", step)
     return found
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(step["step"], step["loss"]) for step in events(folder, "step")]
 
 
 def scores(folder: Path) -> list[tuple[int, float, list[float]]]:
@@ -82,12 +71,10 @@ def test_stopped_run_with_workers_takes_the_course_without(
     assert len({content for *_, content in expected}) == NUM_EPOCHS * STEPS_PER_EPOCH
     batches.clear()
     failpoints.arm(f"train.step={stop}:term")
-    try:
-        assert train(loading(tiny, 2), tmp_path / "run") == EXIT_STOPPED_AND_SAVED
-    finally:
-        failpoints.arm("")
+    assert train(loading(tiny, 2), tmp_path / "run") == EXIT_STOPPED_AND_SAVED
+    failpoints.arm("")
     assert len(batches) == stop - 1
-    assert resumed(loading(tiny, 2), tmp_path / "run") == 0
+    assert resume(loading(tiny, 2), tmp_path / "run") == 0
     assert batches == expected
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     assert scores(tmp_path / "run") == scores(tmp_path / "plain")
@@ -113,11 +100,13 @@ def test_changed_split_at_a_border_keeps_the_batches(
     assert batches == expected
     splits = [(step["epoch"], step["split"]) for step in events(tmp_path / "run", "step")]
     assert splits == [(e, [2, 0] if e == 3 else [1, 1]) for e in (1, 2, 3) for _ in range(STEPS_PER_EPOCH)]
+    changes = [(change["status"], change["split"]) for change in events(tmp_path / "run", "gpu0_bsz")]
+    assert changes == [("pending", [2, 0]), ("applied", [2, 0])]
+    assert final_state(tmp_path / "run")["live"]["settings"]["gpu0_bsz"] == 2
     saved = [save["step"] for save in events(tmp_path / "run", "checkpoint")]
     expected_saves = [STEPS_PER_EPOCH * epoch for epoch in (1, 1, 2, 3)]
     assert saved == expected_saves, "before the first evaluation, the best, before the change, and at the end"
-    changed = [loss for _, loss in losses(tmp_path / "run")]
-    assert changed == pytest.approx([loss for _, loss in losses(tmp_path / "plain")], rel=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.support import ROOT
-from tests.support.runs import events, merged, train
-from tests.training.test_resume import final_state
+from tests.support.runs import events, final_state, merged, train
 
 WEIGHTS = [1.0, 0.5, 2.0]
 TWICE = {"train": {"epochs": 2, "batch_size": 3, "accumulate": 2}}

@@ -13,11 +13,10 @@ from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import load_config
 from segapp.custom.trust import trusting
 from segapp.errors import ConfigError, RunError
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest, plan_request
+from segapp.session.request import plan_request
 from segapp.session.session import run_session
 from tests.support import ROOT
-from tests.support.runs import alerts, differing, events, merged, train
+from tests.support.runs import alerts, differing, events, losses, merged, resume, train
 
 PARTS = "tests.support.own_parts"
 
@@ -55,18 +54,18 @@ def test_additive_own_loss_equals_the_built_in_one_in_dp(tiny: dict[str, Any], t
 
 def test_plain_loss_divided_over_devices_is_told(tiny: dict[str, Any], tmp_path: Path) -> None:
     dp = {"mode": "dp", "devices": ["cpu", "cpu"]}
-    own = {"name": "torch.nn:CrossEntropyLoss"}
-    for name, sections in {"dp": {"loss": own, "parallel": dp}, "one": {"loss": own}, "ce": {}}.items():
+    own = {"name": "torch.nn:CrossEntropyLoss", "plus": [{"name": f"{PARTS}:ce", "weight": 0.5}]}
+    built_in = {"name": "ce", "weight": 1.5}
+    cases = {"dp": {"loss": own, "parallel": dp}, "one": {"loss": own}, "ce": {"loss": built_in}}
+    for name, sections in cases.items():
         trained(short(tiny, **sections), tmp_path / name)
     (alert,) = events(tmp_path / "dp", "alert")
     assert alert["kind"] == "parts"
-    assert "torch.nn:CrossEntropyLoss: a plain loss, computed at full resolution" in alert["message"]
+    assert f"torch.nn:CrossEntropyLoss, {PARTS}:ce: a plain loss, computed at full resolution" in alert["message"]
     assert events(tmp_path / "one", "alert") == []
-    dp_losses, losses, built_in = (
-        [event["loss"] for event in events(tmp_path / name, "step")] for name in ("dp", "one", "ce")
-    )
-    assert losses == pytest.approx(built_in, rel=1e-5)
-    assert dp_losses == pytest.approx(losses, rel=1e-4)  # a mean over valid pixels is exact in parts too
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "ce"), rel=1e-5)
+    # A mean over valid pixels is exact in parts too.
+    assert losses(tmp_path / "dp") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
 def test_own_optimizer_makes_the_steps_of_torch(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -80,10 +79,10 @@ def test_own_optimizer_makes_the_steps_of_torch(tiny: dict[str, Any], tmp_path: 
 def test_rmsprop_resumes_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> None:
     optim = {"name": "torch.optim:RMSprop", "lr": 0.001, "options": {"momentum": 0.9}}
     first = short(tiny, optim=optim, schedule={"name": "constant"})
-    second = first.model_copy(update={"train": first.train.model_copy(update={"epochs": 2})})
+    second = merged(first.model_dump(mode="json"), train={"epochs": 2})
     reference = trained(second, tmp_path / "whole")
     train(first, tmp_path / "parts")
-    assert run_session(TrainRequest(second, RunFolder(tmp_path / "parts"))) == 0
+    assert resume(second, tmp_path / "parts") == 0
     assert differing(load_checkpoint(tmp_path / "parts").state["model"], reference["model"]) == []
 
 
@@ -112,13 +111,13 @@ def test_wrong_parts_are_refused(tiny: dict[str, Any], tmp_path: Path, sections:
 def test_problems_of_all_parts_come_together(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = short(
         tiny,
-        model={"library": "python", "name": f"{PARTS}:Net", "options": {"widht": 3}},
+        model={"library": "python", "name": f"{PARTS}:Net", "options": {"widht": 3, "hieght": 5}},
         loss={"name": f"{PARTS}:nothing"},
         optim={"name": "torch.optim:RMSprop", "options": {"lr": 1.0}},
     )
-    with pytest.raises(ConfigError, match="3 problems in custom components") as error:
+    with pytest.raises(ConfigError, match="4 problems in custom components") as error:
         train(config, tmp_path / "run")
-    for text in ("did you mean width?", "has no 'nothing'", "optim.options.lr is given by segapp"):
+    for text in ("did you mean width?", "hieght", "has no 'nothing'", "optim.options.lr is given by segapp"):
         assert text in str(error.value)
 
 
@@ -130,22 +129,17 @@ def test_example_trains_alike_on_one_and_two_devices(tmp_path: Path, monkeypatch
     monkeypatch.chdir(ROOT)
     short = ["train.steps=6", "log.every_steps=1", "log.tensorboard=false", "eval.every_epochs=100"]
     dp = ["parallel.mode=dp", "parallel.devices=[cpu,cpu]"]
-    losses = {}
-    for name, words in {
-        "one": [],
-        "uneven": [*dp, "parallel.gpu0_bsz=1"],
-        "none": [*dp, "parallel.gpu0_bsz=0"],
-    }.items():
+    ways = {"one": [], "uneven": [*dp, "parallel.gpu0_bsz=1"], "none": [*dp, "parallel.gpu0_bsz=0"]}
+    for name, words in ways.items():
         config = load_config("segapp/docs/examples/own_parts.yaml", [*short, *words])
         assert config.model.name == "segapp/docs/examples/own_parts.py:SmallNet"
         assert train(config, tmp_path / name) == 0
-        losses[name] = [event["loss"] for event in events(tmp_path / name, "step")]
         assert alerts(tmp_path / name) == []
         assert [copy.name for copy in (tmp_path / name / "parts").glob("*/*.py")] == ["own_parts.py"]
-    assert len(losses["one"]) == 6
-    assert losses["one"][-1] < losses["one"][0]
-    assert losses["uneven"] == pytest.approx(losses["one"], rel=2e-4)
-    assert losses["none"] == pytest.approx(losses["one"], rel=2e-4)
+    first, *_, last = one = losses(tmp_path / "one")
+    assert (len(one), last < first) == (6, True)
+    assert losses(tmp_path / "uneven") == pytest.approx(one, rel=2e-4)
+    assert losses(tmp_path / "none") == pytest.approx(one, rel=2e-4)
 
 
 def test_source_is_kept_and_a_change_is_told(

@@ -19,9 +19,8 @@ from segapp.parallel.model_parallel import balance_stages
 from segapp.session.build import _build_datasets
 from tests.support.fault_table import case
 from tests.support.golden_runs import float64
-from tests.support.rank_runs import losses, trained_by_ranks
-from tests.support.runs import FCN, events, merged, segapp, train
-from tests.training.test_resume import final_state
+from tests.support.rank_runs import trained_by_ranks
+from tests.support.runs import events, final_state, losses, merged, segapp, train
 
 CPUS = ["cpu"] * 3
 
@@ -97,10 +96,11 @@ def test_stages_suit_the_parameters_that_will_be_trained(
 def test_impossible_parallel_config_is_refused(
     tiny: dict[str, Any], tmp_path: Path, parallel: dict[str, Any], message: str
 ) -> None:
-    model = {**FCN, "name": "deeplabv3"}
+    model = {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"}  # BatchNorm after global pooling
     with pytest.raises(ConfigError, match=message):
         train(
-            merged({**tiny, "model": model}, train={"epochs": 1, "batch_size": 3}, parallel=parallel), tmp_path / "run"
+            merged({**tiny, "model": model}, data={"crop_px": [32, 48]}, train={"batch_size": 3}, parallel=parallel),
+            tmp_path / "run",
         )
 
 

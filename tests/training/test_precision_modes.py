@@ -12,15 +12,20 @@ import torch
 from segapp.config import RunConfig
 from segapp.errors import NonFiniteError
 from segapp.precision import LossScaler
-from tests.support.rank_runs import losses
-from tests.support.runs import differing, events, merged, train
-from tests.training.test_resume import final_state, stopped_and_resumed
+from tests.support.runs import differing, events, final_state, losses, merged, train
+from tests.training.test_resume import stopped_and_resumed
 
 HALF = ("fp16", "amp-fp16", "amp-bf16")
 
 
 def config_of(base: dict[str, Any], precision: str, epochs: int = 2, **sections: Any) -> RunConfig:
-    return merged(base, train={"epochs": epochs, "precision": precision}, **sections)
+    return merged(
+        base,
+        data={"crop_px": [24, 32]},
+        train={"epochs": epochs, "precision": precision},
+        eval={"every_epochs": epochs},
+        **sections,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +113,8 @@ def test_fp16_over_devices_follows_one_device(
 ) -> None:
     """The average of half weights is float32, and is evaluated."""
     parallel = {"mode": mode, "devices": ["cpu", "cpu"]}
-    config = merged(base, train={"precision": "fp16", "ema": 0.9}, parallel=parallel)
-    assert train(config, tmp_path / "run") == 0
+    averaged = merged(config_of(base, "fp16", parallel=parallel).model_dump(mode="json"), train={"ema": 0.9})
+    assert train(averaged, tmp_path / "run") == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(whole("fp16")), rel=5e-3)
     average = final_state(tmp_path / "run")["ema"]["module"].values()
     assert {value.dtype for value in average} == {torch.float32, torch.int64}

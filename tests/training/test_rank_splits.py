@@ -14,15 +14,8 @@ from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from tests.support.fault_runs import sections_of
 from tests.support.fault_table import case
-from tests.support.rank_runs import (
-    check_restart_after_out_of_memory,
-    check_split_change,
-    losses,
-    ranks_of,
-    trained_by_ranks,
-)
-from tests.support.runs import events, merged, segapp
-from tests.training.test_resume import final_state
+from tests.support.rank_runs import check_restart_after_out_of_memory, check_split_change, ranks_of, trained_by_ranks
+from tests.support.runs import events, final_state, losses, merged, segapp
 
 TRUST = {"SEGAPP_TRUST_PARTS": "1"}
 CPUS: list[str | int] = ["cpu", "cpu"]

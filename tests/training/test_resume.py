@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from segapp import failpoints
@@ -21,12 +20,7 @@ from segapp.session.request import TrainRequest, open_folder, plan_request
 from segapp.session.session import run_session
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.runs import run_state
-from tests.support.runs import differing, events, merged, train
-
-
-def final_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
-    return state
+from tests.support.runs import MODEL, differing, events, final_state, merged, resume, train
 
 
 def course(folder: Path) -> list[tuple[Any, ...]]:
@@ -40,17 +34,11 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     assert differing(final_state(folder), final_state(reference)) == []
 
 
-def resume(config: RunConfig, folder: Path) -> int:
-    return run_session(TrainRequest(config, RunFolder(folder)))
-
-
 def stopped_and_resumed(config: RunConfig, folder: Path, failpoint: str) -> None:
     """Train, stop by SIGTERM at a visit to a failpoint such as `train.step=4`, and resume."""
     failpoints.arm(f"{failpoint}:term")
-    try:
-        assert train(config, folder) == EXIT_STOPPED_AND_SAVED
-    finally:
-        failpoints.arm("")
+    assert train(config, folder) == EXIT_STOPPED_AND_SAVED
+    failpoints.arm("")
     assert events(folder, "run_end")[-1]["status"] == "stopped"
     assert resume(config, folder) == 0
 
@@ -75,10 +63,9 @@ def test_best_of_another_monitor_is_forgotten(base: dict[str, Any], tmp_path: Pa
 def reference(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """Three epochs of three steps: micro-batches of two of ten images, the last step has one; BatchNorm and dropout."""
     folder = tmp_path_factory.mktemp("reference") / "run"
-    options = {"encoder_depth": 3, "psp_out_channels": 32, "psp_dropout": 0.2}
     config = merged(
         base,
-        model={"name": "PSPNet", "options": options},
+        model=MODEL,
         optim={"name": "adamw", "lr": 0.001},
         schedule={"name": "poly", "warmup_steps": 3},
         train={"epochs": 3, "batch_size": 2, "accumulate": 2, "ema": 0.9},
@@ -108,21 +95,23 @@ def test_run_stopped_at_any_safe_point_resumes_bitwise(
 
 
 @pytest.mark.parametrize(
-    ("word", "named"),
+    ("words", "named"),
     [
-        ("optim.lr=0.5", "optim.lr: 0.001 -> 0.5"),
-        ("model.encoder=resnet18", "model.encoder: 'tu-test_resnet' -> 'resnet18'"),
-        ("data.root=/nowhere", "data root /nowhere does not exist"),
-        ("data.classes=[a, b, c]", "data.classes"),
+        (
+            ["optim.lr=0.5", "model.encoder=resnet18"],
+            "  model.encoder: 'tu-test_resnet' -> 'resnet18'\n  optim.lr: 0.001 -> 0.5",
+        ),
+        (["data.root=/nowhere"], "data root /nowhere does not exist"),
+        (["data.classes=[a, b, c]"], "data.classes"),
     ],
 )
 def test_refused_resume_names_the_key_and_changes_nothing(
-    reference: tuple[RunConfig, Path], tmp_path: Path, word: str, named: str
+    reference: tuple[RunConfig, Path], tmp_path: Path, words: list[str], named: str
 ) -> None:
     shutil.copytree(reference[1], tmp_path / "run")
     before = contents(tmp_path / "run")
     with pytest.raises((CheckpointError, DataError), match=re.escape(named)):
-        run_session(plan_request(None, [word], None, str(tmp_path / "run")))
+        run_session(plan_request(None, words, None, str(tmp_path / "run")))
     assert contents(tmp_path / "run") == before
     assert run_state(tmp_path / "run") == "finished"
 
@@ -139,7 +128,7 @@ def test_resume_with_a_config_file_keeps_what_the_run_began_with(
     shutil.copytree(finished, tmp_path / "run")
     raw = config.model_dump(mode="json")
     epochs = raw["train"]["epochs"]
-    raw["train"]["epochs"], raw["log"]["every_steps"] = 50, 7
+    raw["train"]["epochs"], raw["log"]["every_steps"], raw["checkpoint"]["keep"] = 50, 7, 9
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(raw))
     request = plan_request(str(tmp_path / "other.yaml"), ["log.every_steps=9"], None, str(tmp_path / "run"))
     assert request.config.train.epochs == epochs
@@ -147,6 +136,7 @@ def test_resume_with_a_config_file_keeps_what_the_run_began_with(
     assert request.note is not None
     assert request.note.splitlines() == [
         f"changed: log.every_steps: {config.log.every_steps} -> 9",
+        "kept from the run: checkpoint.keep: 3 (the file has 9); name the key on the command line to change it",
         f"kept from the run: train.epochs: {epochs} (the file has 50); name the key on the command line to change it",
     ]
 
@@ -203,18 +193,12 @@ def test_run_that_ended_early_is_complete(base: dict[str, Any], tmp_path: Path, 
     capsys.readouterr()
     said = "already complete: no better miou for 2 evaluations; raise train.early_stop to train on"
     for num_epochs in (9, len(epochs)):  # in the second case, no epoch is left either
-        shorter = config.model_copy(update={"train": config.train.model_copy(update={"epochs": num_epochs})})
+        shorter = merged(config.model_dump(mode="json"), train={"epochs": num_epochs})
         assert resume(shorter, tmp_path / "run") == 0
         assert said in capsys.readouterr().out
     assert [event["epoch"] for event in events(tmp_path / "run", "val")] == epochs
     assert len(events(tmp_path / "run", "step")) == before
-    assert (
-        resume(
-            merged(base, **{**config.model_dump(), "train": {**config.model_dump()["train"], "early_stop": 3}}),
-            tmp_path / "run",
-        )
-        == 0
-    )
+    assert resume(merged(config.model_dump(mode="json"), train={"early_stop": 3}), tmp_path / "run") == 0
     assert len(events(tmp_path / "run", "val")) > len(epochs)
 
 

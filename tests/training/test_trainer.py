@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from segapp.checkpoint.saver import Position
-from segapp.config import LiveSettings, validate_config
+from segapp.config import validate_config
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.training import trainer as module
 from segapp.training.live.apply import BatchSplit
@@ -47,6 +47,16 @@ def test_state_is_saved_where_every_rank_has_it_whole(
     assert trainer.answer_commands.called == isinstance(error, StopRequest)
 
 
+def load(
+    before: dict[str, Any], now: dict[str, Any], rank: int = 0, splits: BatchSplit | None = None, **saved: Any
+) -> None:
+    """Let a training with one config continue from the state of one with another."""
+    parts = {"engine": Mock(), "progress": Mock(), "controller": Mock(batch_split=splits or Mock())}
+    trainer = Mock(Trainer, **parts, plateau=None, facts=Mock(config=now), ranks=Mock(rank=rank))
+    state = {"position": dataclasses.asdict(Position()), "best": dataclasses.asdict(Best()), "config": before}
+    Trainer.load_state_dict(trainer, {"rng": [], "live": {"splits": {}}, **state, **saved})
+
+
 @pytest.mark.parametrize(("rank", "restored"), [(0, ["first"]), (1, ["second"]), (2, [])])
 def test_rank_takes_its_own_random_state_up_again(
     rank: int, restored: list[str], monkeypatch: pytest.MonkeyPatch
@@ -55,18 +65,7 @@ def test_rank_takes_its_own_random_state_up_again(
     found: list[str] = []
     config = {"parallel": {}, "train": {"recompute": "off"}}
     monkeypatch.setattr(module, "restore_rng", found.append)
-    trainer = Mock(Trainer)
-    trainer.engine = trainer.progress = trainer.controller = trainer.oom_policy = Mock()
-    trainer.plateau, trainer.facts, trainer.ranks = None, Mock(config=config), Mock(rank=rank)
-    trainer.locations = Mock()
-    state: dict[str, Any] = {
-        "position": dataclasses.asdict(Position()),
-        "best": dataclasses.asdict(Best()),
-        "config": config,
-        "live": {"settings": LiveSettings().model_dump(), "splits": {}},
-        "rng": ["first", "second"],
-    }
-    Trainer.load_state_dict(trainer, state)
+    load(config, config, rank=rank, rng=["first", "second"])
     assert found == restored
 
 
@@ -85,17 +84,8 @@ def test_peaks_are_kept_if_steps_are_made_as_before(mode: str, changes: dict[str
     network: Any = Mock(split_of=lambda num: [num - 1, 1], smallest_chunk=1, needs_samples=None)
     before, after = BatchSplit(network, 8, "dp"), BatchSplit(network, 8, mode)
     before.record_peaks((7, 1), (900.0, 250.0))
-    state: dict[str, Any] = {
-        "position": dataclasses.asdict(Position()),
-        "best": dataclasses.asdict(Best()),
-        "config": config,
-        "live": {"splits": before.state_dict()},
-        "rng": [],
-    }
     new = {name: {**config[name], **changes.get(name, {})} for name in ("train", "parallel", "checkpoint")}
-    trainer = Mock(Trainer, engine=Mock(), progress=Mock(), controller=Mock(batch_split=after), ranks=Mock(rank=0))
-    trainer.plateau, trainer.facts = None, Mock(config=new)
-    Trainer.load_state_dict(trainer, state)
+    load(config, new, splits=after, live={"splits": before.state_dict()})
     assert bool(after.checker.peaks.measured) == is_kept
 
 

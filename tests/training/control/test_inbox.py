@@ -75,7 +75,6 @@ def inbox(tmp_path: Path) -> Iterator[Inbox]:
     send_command(folder.path, parse_command("pause"))
     event_log = EventLog(EventWriter(folder.events))
     yield Inbox(folder, event_log)
-    failpoints.arm("")
     event_log.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from segapp.parallel import DataParallelModel
 from segapp.run.commands import SETTINGS, parse_command, send_command
 from segapp.run.events import EventLog, EventReader, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training import validation
 from segapp.training.inbox import Inbox
 from segapp.training.live.apply import BatchSplit, RecomputableBlocks
@@ -36,7 +34,7 @@ from segapp.training.progress import TrainingPosition
 from segapp.training.step.divided import ReplicatedNetwork
 from segapp.view.view import EventFold, View
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
-from tests.support.runs import alerts, differing, events, train
+from tests.support.runs import alerts, differing, events, final_state, losses, resume, train
 
 MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
 
@@ -58,16 +56,10 @@ class ControllerHarness:
         self.writer = EventWriter(self.folder.events)
         event_log = EventLog(self.writer)
         self.batch_split = BatchSplit(replicated(), 8, "dp")
-        self.controller = CommandController(
-            Inbox(self.folder, event_log),
-            event_log,
-            self.batch_split,
-            DeviceMemoryTracker(
-                [DeviceInfo(f"cuda:{i}", uuid=str(i)) for i in range(len(counters))], counters=counters
-            ),
-            start,
-            blocks=RecomputableBlocks(nn.Linear(1, 1)),
-        )
+        infos = [DeviceInfo(f"cuda:{i}", uuid=str(i)) for i in range(len(counters))]
+        memory, blocks = DeviceMemoryTracker(infos, counters=counters), RecomputableBlocks(nn.Linear(1, 1))
+        inbox = Inbox(self.folder, event_log)
+        self.controller = CommandController(inbox, event_log, self.batch_split, memory, start, blocks=blocks)
 
     def send(self, text: str, position: TrainingPosition = MIDDLE) -> str:
         command_id = send_command(self.folder.path, parse_command(text))
@@ -258,12 +250,14 @@ def test_settings_of_two_requests_are_joined_and_told(harness: ControllerHarness
     harness.send("set lr_factor=7 gpu0_bsz=6")
     harness.send("set lr_factor=4")
     assert seen(harness.folder.path, "gpu0_bsz")[-1]["status"] == "pending", "its split still waits"
-    kept = harness.send("set gpu0_bsz=2 recompute=off")
-    harness.send("set shares=2,2,4")
+    kept = harness.send("set gpu0_bsz=2 recompute=off lr_factor=9")
+    harness.send("set shares=2,2,4 lr_factor=8")
     harness.begin_epoch(20)
     (answer,) = [event for event in seen(harness.folder.path, "command") if event["id"] == kept][1:]
     assert answer["changes"] == {"recompute": "off"}
-    assert answer["reason"].startswith("no blocks recomputed in the backward pass; gpu0_bsz was superseded by ")
+    assert answer["reason"].startswith(
+        "no blocks recomputed in the backward pass; gpu0_bsz, lr_factor was superseded by "
+    )
 
 
 def test_viewers_know_the_settings_in_force(harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,13 +338,12 @@ def test_resume_cancels_pending_pause_and_stop_a_later_stop(harness: ControllerH
     harness.send("resume")
     assert not harness.controller.requests.is_paused
     assert harness.answers(pause) == ["cancelled"]
-    later = harness.send("stop epoch")
-    now = harness.send("stop")
+    later, *now = (harness.send(text) for text in ("stop epoch", "stop", "stop"))
     harness.send("stop epoch")
     assert harness.controller.requests.stop == "now"
     assert harness.answers(later) == ["accepted", "cancelled"]
     harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
-    assert harness.answers(now) == ["applied"]
+    assert [harness.answers(each) for each in now] == [["applied"], ["applied"]]
 
 
 def test_waiting_setting_keeps_what_an_error_adopts(harness: ControllerHarness) -> None:
@@ -359,12 +352,6 @@ def test_waiting_setting_keeps_what_an_error_adopts(harness: ControllerHarness) 
     harness.begin_epoch(20)
     found = harness.controller.settings
     assert (found.lr_factor, found.recompute, found.num_pieces) == (0.5, "all", 2)
-
-
-def test_second_stop_waits_with_the_first(harness: ControllerHarness) -> None:
-    at_epoch, first, second = (harness.send(text) for text in ("stop epoch", "stop", "stop"))
-    harness.controller.answer_at_end(MIDDLE, "stopped", is_finished=False)
-    assert [harness.answers(each)[-1] for each in (at_epoch, first, second)] == ["cancelled", "applied", "applied"]
 
 
 def test_pending_settings_survive_a_stop_and_others_are_answered(harness: ControllerHarness) -> None:
@@ -406,12 +393,6 @@ def test_answered_command_left_by_a_crash_is_not_repeated(harness: ControllerHar
 # --- in a training ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    failpoints.arm("")
-
-
 def sent_before(folder: Path, *texts: str) -> None:
     """Send commands before the training begins; a `set` then holds from its first epoch on."""
     RunFolder.create(path=folder)
@@ -419,61 +400,22 @@ def sent_before(folder: Path, *texts: str) -> None:
         send_command(folder, parse_command(text))
 
 
-def losses(folder: Path) -> list[float]:
-    return [event["loss"] for event in events(folder, "step")]
-
-
-def state_of(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
-    return state
-
-
-@pytest.fixture(scope="module")
-def even(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A reference run over three devices without commands: 5 images a step, 2 steps an epoch, split 1·2·2."""
-    folder = tmp_path_factory.mktemp("even") / "run"
-    assert train(three_devices(base), folder) == 0
-    return base, folder
-
-
-def test_run_with_changed_split_equals_the_unchanged_run(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    tiny, reference = even
-    folder, split = tmp_path / "run", [0, 1, 4]
-    sent_before(folder, "set shares=0,1,4")
-    assert train(three_devices(tiny), folder) == 0
-    assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
-    pending, applied = events(folder, "gpu0_bsz")
-    assert (pending["status"], applied["status"]) == ("pending", "applied")
-    assert applied["split"] == split == events(folder, "step")[0]["split"]
-    assert applied["observed_mib"][2] > 10
-    assert [event["split"] for event in events(folder, "epoch_start")] == [split] * 3
-    assert assert_answered_once(folder)["set shares=0,1,4"]["status"] == "applied"
-    saved = state_of(folder)["live"]["settings"]
-    assert (saved["gpu0_bsz"], saved["shares"]) == (None, split)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("hit", [1, 2])
-def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
-    even: tuple[dict[str, Any], Path], tmp_path: Path, hit: int
-) -> None:
-    tiny, reference = even
-    folder = tmp_path / "run"
+def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Every step has the old split: two epochs of two steps are equal bit for bit."""
+    folder, reference = tmp_path / "run", tmp_path / "reference"
+    assert train(three_devices(tiny, 2), reference) == 0
     sent_before(folder, "set gpu0_bsz=3")
-    failpoints.arm(f"train.backward={hit}:oom")
-    assert train(three_devices(tiny), folder) == 0
-    if hit == 1:  # every step had the old split: equal bit for bit
-        assert losses(folder) == losses(reference)
-        paths = differing(state_of(folder), state_of(reference))
-        assert [path for path in paths if not path.startswith(("/best", "/live/splits"))] == []
-    else:
-        assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
-    assert [event["split"] for event in events(folder, "step")] == [[3, 1, 1]] * (hit - 1) + [[1, 2, 2]] * (7 - hit)
+    failpoints.arm("train.backward=1:oom")
+    assert train(three_devices(tiny, 2), folder) == 0
+    assert losses(folder) == losses(reference)
+    paths = differing(final_state(folder), final_state(reference))
+    assert [path for path in paths if not path.startswith(("/best", "/live/splits"))] == []
+    assert [event["split"] for event in events(folder, "step")] == [[1, 2, 2]] * 4
     reverted = events(folder, "gpu0_bsz")[-1]
     assert (reverted["status"], reverted["old"], reverted["new"]) == ("reverted", None, 3)
     assert "out of memory" in reverted["reason"]
     assert [event["kind"] for event in alerts(folder)] == ["oom"]
-    assert assert_answered_once(folder)["set gpu0_bsz=3"]["status"] == ("rejected" if hit == 1 else "applied")
+    assert assert_answered_once(folder)["set gpu0_bsz=3"]["status"] == "rejected"
 
 
 def test_lr_factor_holds_from_next_epoch_and_after_resumes(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -486,8 +428,8 @@ def test_lr_factor_holds_from_next_epoch_and_after_resumes(tiny: dict[str, Any],
         train(config, folder)
     failpoints.arm("")
     send_command(folder, parse_command("stop epoch"))
-    assert run_session(TrainRequest(config, RunFolder(folder))) == 75
-    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert resume(config, folder) == 75
+    assert resume(config, folder) == 0
     assert [(event["step"], event["lr"]) for event in events(folder, "step")] == [(i, 0.0005) for i in range(1, 7)]
     answers = assert_answered_once(folder)
     assert answers["stop epoch"]["reason"].startswith("asked to stop after the epoch: saved")
@@ -519,7 +461,7 @@ def test_pause_changes_neither_losses_nor_reported_speed(alone: tuple[RunConfig,
     assert train(config, folder) == 0
     thread.join()
     assert losses(folder) == losses(whole)
-    assert not differing(state_of(folder), state_of(whole))
+    assert not differing(final_state(folder), final_state(whole))
     first, others = events(folder, "step")[0], events(folder, "step")[1:]
     assert first["step_s"] < 1.0 + 5 * max(event["step_s"] for event in others)  # without the 1.5 s of the pause
     phases = [event["phase"] for event in events(folder, "heartbeat")]
@@ -537,9 +479,8 @@ def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
     assert harness.controller.settings == LiveSettings(gpu0_bsz=6, lr_factor=0.25)
     waiting = harness.send("set lr_factor=3")
     harness.begin_epoch(30)
-    assert harness.controller.settings == LiveSettings(shares=[1, 3, 4], lr_factor=3), (
-        "a request is newer than a replay"
-    )
+    newer = LiveSettings(shares=[1, 3, 4], lr_factor=3)
+    assert harness.controller.settings == newer, "a request is newer than a replay"
     assert harness.batch_split.current == (1, 3, 4)
     harness.controller.after_step([1, 3, 4], 8, 31)
     assert harness.answers(waiting) == ["accepted", "applied"]
@@ -561,9 +502,8 @@ def test_replays_hold_once_and_what_is_impossible_never(tmp_path: Path) -> None:
 def test_auto_waits_for_replays_and_frozen_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemoryTracker, "usable_mib", lambda _: [1000.0] * 3)
     live = LiveSettings(gpu0_bsz=6, gpu0_bsz_auto=True)
-    harness = ControllerHarness(
-        tmp_path / "run", Start(ChangeRecord(live, replays=(Replay(20, {"lr_factor": 2.0}),)), live)
-    )
+    record = ChangeRecord(live, replays=(Replay(20, {"lr_factor": 2.0}),))
+    harness = ControllerHarness(tmp_path / "run", Start(record, live))
     controller, split = harness.controller, harness.batch_split
     split.apply(live)
     split.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
@@ -603,4 +543,4 @@ def test_sample_images_show_all_three_and_change_nothing(
     assert not list((tmp_path / "none").glob("samples/*"))
     messages = [event["message"] for event in seen(tmp_path / "none", "alert")]
     assert "there is no picture of the first batch: no space" in messages
-    assert not differing(state_of(whole), state_of(tmp_path / "none"))
+    assert not differing(final_state(whole), final_state(tmp_path / "none"))

@@ -110,24 +110,29 @@ def test_repeated_fallbacks_are_counted_once(tmp_path: Path) -> None:
     folder = RunFolder.create(path=tmp_path / "run")
     log = EventLog(EventWriter(folder.events))
     for step, num_pieces in ((3, 2), (5, 4), (3, 2), (5, 4), (9, 4)):
-        log.emit(Settings(step=step, reason="out of memory", fallbacks={"num_pieces": num_pieces}))
-    found = [(each.step, each.fallbacks["num_pieces"]) for each in fallbacks_after(folder, 4)]
-    assert found == [(5, 4), (9, 4)]
+        fallbacks = {"num_pieces": num_pieces, "window_px": (64, 32)}
+        log.emit(Settings(step=step, reason="out of memory", fallbacks=fallbacks))
+    found = [(each.step, each.fallbacks) for each in fallbacks_after(folder, 4)]
+    assert found == [(step, {"num_pieces": 4, "window_px": (64, 32)}) for step in (5, 9)]
 
 
 def test_each_new_value_of_a_fallback_is_an_event() -> None:
     """Also one that grows; what is in force already, or is given up, is none."""
     reporter = Mock(_choice="config", _blocks=[[]], _fallbacks={})
-    reporter.controller.recomputed = ((),)
-    reporter.engine.ranks.gather = lambda own: [own]
+    reporter.controller.recomputed, reporter.controller.blocks.names = (("a", "b"), ()), "abcd"
+    reporter.engine.ranks.gather = lambda own: [own, (("c",),)]
     reporter.progress.position.step = 7
     for values in ({}, {"num_pieces": 2}, {"num_pieces": 4}, {"num_pieces": 4}, {"num_pieces": 4, "window_px": (8, 9)}):
         reporter.controller.settings = LiveSettings(**values)
         TrainingReporter.live_settings(reporter)
-    reporter.controller.settings = LiveSettings(num_pieces=4)
-    TrainingReporter.live_settings(reporter)
-    found = [call.args[0].fallbacks for call in reporter.event_log.emit.call_args_list]
-    assert found == [{"num_pieces": 2}, {"num_pieces": 4}, {"num_pieces": 4, "window_px": (8, 9)}]
+    for values in ({"num_pieces": 4}, {"num_pieces": 4, "recompute": "all"}):
+        reporter.controller.settings = LiveSettings(**values)
+        TrainingReporter.live_settings(reporter)
+    *found, last = [call.args[0] for call in reporter.event_log.emit.call_args_list]
+    fallbacks = [{"num_pieces": 2}, {"num_pieces": 4}, {"num_pieces": 4, "window_px": (8, 9)}]
+    assert [each.fallbacks for each in found] == fallbacks
+    assert (last.fallbacks, last.reason) == (None, "by hand")
+    assert (last.blocks, last.num_blocks) == ([["a", "b"], [], ["c"]], 4)
 
 
 def test_rank_keeps_the_fallbacks_of_its_earlier_starts(tmp_path: Path) -> None:
@@ -142,12 +147,11 @@ def test_no_report_replaces_one_of_a_rank_or_after_a_gap(tmp_path: Path) -> None
     """Ranks may write at the same time, and a user may remove the first report."""
     policies = [Mock(_folder=tmp_path, _ranks=Mock(is_main=rank == 0, rank=rank)) for rank in (0, 2, 11)]
     report = Oom(device="cpu", index=0, phase="forward", step=5, action="it stops")
-    written = [[OomPolicy._write(policy, report) for policy in policies] for _ in range(2)]
-    names = [Path(path or "").name for path in (*written[0], *written[1])]
-    assert names[::3] == ["oom_0001.txt", "oom_0002.txt"]
-    assert len({*names}) == len(list(tmp_path.iterdir())) == 6
+    names = [Path(OomPolicy._write(policy, report) or "").name for _ in range(3) for policy in policies]
+    assert names[::3] == ["oom_0001.txt", "oom_0002.txt", "oom_0003.txt"]
+    assert len({*names}) == len(list(tmp_path.iterdir())) == 9
     (tmp_path / names[0]).unlink()
-    assert Path(OomPolicy._write(policies[0], report) or "").name == "oom_0003.txt"
+    assert Path(OomPolicy._write(policies[0], report) or "").name == "oom_0004.txt"
 
 
 def test_split_in_use_ends_as_applied_with_its_other_setting() -> None:
@@ -208,16 +212,16 @@ def test_failed_split_of_a_rank_is_reverted_once(tmp_path: Path, status: str) ->
 def test_settings_next_to_a_failed_split_of_a_rank_hold(tmp_path: Path) -> None:
     """From the step at which the split began, but for what a newer command has set there."""
     run = Run(tmp_path / "run", "pending", "set gpu0_bsz=3 lr_factor=0.5 recompute=all --force")
-    for epoch, step in ((2, 2), (3, 7)):
+    for epoch, step in ((2, 2), (3, 5), (3, 7)):  # of epoch 3 once more after a resume
         run.log.emit(EpochStart(epoch=epoch, lr=0.1, step=step))
-    newer: dict[str, Any] = {"changes": {"recompute": "off"}, "step": 7}
+    newer: dict[str, Any] = {"changes": {"gpu0_bsz_auto": False, "recompute": "off"}, "step": 7}
     run.log.emit(CommandAnswer(id="c2", command="set recompute=off", by="you", status="applied", **newer))
     run.rank_fails((3, 5), step=8)
     for _ in range(2):
         report_reverted_split(run.folder, run.log)
     (answer,) = (e for e in events(run.folder.path, "command") if e["id"] == "c1" and e["status"] != "accepted")
     assert (answer["status"], answer["changes"], answer["step"]) == ("applied", {"lr_factor": 0.5}, 7)
-    assert applied_after(run.folder.events, 7) == [(7, {"recompute": "off"}, "c2"), (7, {"lr_factor": 0.5}, "c1")]
+    assert applied_after(run.folder.events, 7) == [(7, newer["changes"], "c2"), (7, {"lr_factor": 0.5}, "c1")]
     assert applied_after(run.folder.events, 8) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,15 @@ from segapp.session.session import run_session
 from segapp.training import inbox
 from segapp.training.live.apply import RecomputableBlocks
 from segapp.training.step import assembler
+from tests.support.fault_table import case
 from tests.support.live_runs import small
-from tests.support.runs import differing, events, merged, train
+from tests.support.runs import differing, events, final_state, merged, resume, train
+from tests.training.test_resume import course
 
 
 @pytest.fixture(autouse=True)
-def _disarmed(logical_budgets: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _each_poll(logical_budgets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "POLL_S", 0.0)
-    yield
-    failpoints.arm("")
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +41,11 @@ def undisturbed(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     return config, folder
 
 
-def course(folder: Path) -> list[tuple[Any, ...]]:
-    """Loss and norm of the gradient of each step, and the evaluations."""
-    return [(e["step"], e["loss"], e["grad_norm"]) for e in events(folder, "step")] + [
-        (e["step"], e["loss"], *e["iou"]) for e in events(folder, "val")
-    ]
-
-
-def saved(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
-    return state
-
-
 def assert_same_course(folder: Path, reference: Path) -> None:
     """Compares losses, gradients, evaluations and the last state with its BatchNorm statistics, bit by bit."""
     assert course(folder) == course(reference)
     parts = ("/model", "/optimizer", "/rng")
-    assert [path for path in differing(saved(folder), saved(reference)) if path.startswith(parts)] == []
+    assert [path for path in differing(final_state(folder), final_state(reference)) if path.startswith(parts)] == []
 
 
 class Sender:
@@ -99,10 +86,11 @@ def test_a_step_out_of_memory_recomputes_all_blocks(undisturbed: tuple[RunConfig
     assert "the same gradients and BatchNorm statistics, in about a third more time" in oom["action"]
     assert choices(tmp_path / "run") == [(1, "all", "out of memory", [5])]
     assert events(tmp_path / "run", "settings")[0]["num_blocks"] == 5
-    state = saved(tmp_path / "run")
+    state = final_state(tmp_path / "run")
     assert (state["live"]["settings"]["is_recomputed"], state["live"]["settings"]["recompute"]) == (True, "all")
 
 
+@case("N05", how="out of memory, a crash before the next save, a resume", passes="the same course as without the crash")
 @pytest.mark.slow
 def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
     """Out of memory and a crash in epoch 1, off from epoch 2 on, a crash there, and out of memory once more."""
@@ -116,7 +104,7 @@ def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunC
         run_session(TrainRequest(config, RunFolder(folder)), listener=Sender(folder, {1: "set recompute=off"}))
     assert choices(folder) == [(1, "all", "out of memory", [5]), (5, "off", "by hand", [0])]
     failpoints.arm("train.backward=3:oom")
-    assert run_session(TrainRequest(config, RunFolder(folder))) == 0  # from step 5 on
+    assert resume(config, folder) == 0  # from step 5 on
     assert_same_course(folder, reference)
     assert choices(folder)[1:] == [
         (5, "all", "out of memory", [5]),

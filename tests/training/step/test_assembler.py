@@ -19,15 +19,19 @@ from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.recompute import RecomputedBlock
-from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout
-from segapp.training.step.engine import StepEngine
-from tests.support.runs import FCN, differing, merged
+from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout, StepParts
+from tests.support.runs import FCN, UNET, differing, merged
 
-ONE_CPU = StepLayout("single", (torch.device("cpu"),))
+CPU = torch.device("cpu")
+ONE_CPU = StepLayout("single", (CPU,))
 
 
 def assembler_of(config: RunConfig) -> StepAssembler:
     return StepAssembler(with_precision(config, ONE_CPU.devices), build_scheme(config.data))
+
+
+def parts_of(assembler: StepAssembler, layout: StepLayout) -> StepParts:
+    return assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "is_refused"), [(0, True), (1, False)])
@@ -39,8 +43,8 @@ def test_rank_without_samples_needs_synchronised_batchnorm(
     monkeypatch.setattr(RealDevices, "wrap_ddp", lambda _, inner, *__: inner)  # DDP would wait for the other rank
     config = merged(tiny, train={"batch_size": 4}, parallel={"sync_bn": False})
     assembler = assembler_of(config)
-    layout = StepLayout("ddp", (torch.device("cpu"),), SplitRequest(gpu0_bsz))
-    parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
+    layout = StepLayout("ddp", (CPU,), SplitRequest(gpu0_bsz))
+    parts = parts_of(assembler, layout)
     if is_refused:
         with pytest.raises(ConfigError, match=r"split \[0, 4\] leaves a rank without samples.* BatchNorm layer"):
             assembler.assemble(parts, layout, ranks=ranks)
@@ -58,7 +62,7 @@ def test_loss_of_crops_between_strides_is_that_of_the_frame_cut(
     assembler = assembler_of(config)
     mode: Mode = "dp" if len(split) > 1 else "single"
     layout = StepLayout(mode, ONE_CPU.devices * len(split), SplitRequest(shares=split))
-    parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
+    parts = parts_of(assembler, layout)
     for module in parts.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -104,8 +108,7 @@ def test_state_between_steps_is_tagged_by_its_use(tiny: dict[str, Any]) -> None:
         tagged.setdefault(kind, []).extend(map(id, tensors))
 
     assembler = assembler_of(merged(tiny, train={"ema": 0.9}))
-    parts = assembler.build_parts(ONE_CPU, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
-    engine = assembler.assemble(parts, ONE_CPU, RealDevices(tag=tag))
+    engine = assembler.assemble(parts_of(assembler, ONE_CPU), ONE_CPU, RealDevices(tag=tag))
     assert engine.update.average is not None
     averages = [*engine.update.average.module.parameters(), *engine.update.average.module.buffers()]
     assert tagged["average"] == [id(tensor) for tensor in averages]
@@ -113,18 +116,6 @@ def test_state_between_steps_is_tagged_by_its_use(tiny: dict[str, Any]) -> None:
     held = [value for state in engine.update.optimizer.state.values() for value in state.values()]
     assert set(tagged["optimizer"]) == {id(value) for value in held if isinstance(value, torch.Tensor)} != set()
     assert tagged["masters"] == []  # fp32 has no second copy of the weights
-
-
-CPU = torch.device("cpu")
-OPTIONS = {"encoder_depth": 3, "decoder_channels": [16, 8, 8]}
-UNET = {"library": "smp", "name": "Unet", "encoder": "tu-test_resnet", "options": OPTIONS}
-
-
-def engine_of(config: RunConfig, layout: StepLayout) -> StepEngine:
-    torch.manual_seed(0)
-    assembler = StepAssembler(with_precision(config, layout.devices), build_scheme(config.data))
-    parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
-    return assembler.assemble(parts, layout)
 
 
 def batch_of(num_images: int, seed: int) -> Batch:
@@ -136,7 +127,9 @@ def batch_of(num_images: int, seed: int) -> Batch:
 
 def state_after_steps(config: RunConfig, layout: StepLayout, *, num_pieces: int = 1) -> tuple[list[Any], int]:
     """Return losses, norms, the whole state and the next random number after two steps, and the number of blocks."""
-    engine = engine_of(config, layout)
+    torch.manual_seed(0)
+    assembler = assembler_of(config)
+    engine = assembler.assemble(parts_of(assembler, layout), layout)
     engine.network.module.train()
     torch.manual_seed(5)
     found: list[Any] = []
@@ -152,8 +145,8 @@ def state_after_steps(config: RunConfig, layout: StepLayout, *, num_pieces: int 
 @pytest.mark.parametrize(
     ("train_section", "layout", "num_pieces"),
     [
-        ({}, StepLayout("single", (CPU,)), 1),
-        ({"precision": "fp16"}, StepLayout("single", (CPU,)), 2),
+        ({}, ONE_CPU, 1),
+        ({"precision": "fp16"}, ONE_CPU, 2),
         ({"accumulate": 2, "precision": "amp-bf16"}, StepLayout("dp", (CPU,) * 3, SplitRequest(0)), 1),
         ({"accumulate": 2, "ema": 0.9}, StepLayout("dp", (CPU,) * 2, SplitRequest(shares=(1, 3))), 2),
     ],

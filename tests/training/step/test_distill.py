@@ -17,31 +17,26 @@ from segapp import failpoints
 from segapp.assembly.network import build_network
 from segapp.assembly.pairs import build_pixels
 from segapp.assembly.trained import read_trained
-from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, dump_config
 from segapp.datasets.preprocessing import Preprocessing
 from segapp.errors import CheckpointError, ConfigError, RunError, SegappError
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.models import SegmentationModel
-from segapp.precision import Precision
-from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training.step.assembler import RealDevices, StepAssembler, StepLayout, StepParts
 from segapp.training.step.distill import check_frame
-from tests.support.runs import differing, events, merged, segapp, train
+from tests.support.golden_runs import float64
+from tests.support.runs import differing, events, final_state, merged, resume, segapp, train
 
 DP = {"mode": "dp", "devices": ["cpu"] * 3}
 CPU = torch.device("cpu")
 
 
 def student(tiny: dict[str, Any], teacher: Path, penalty: str = "wgan-gp", **sections: Any) -> RunConfig:
-    """Four small steps, every step an event."""
+    """Three small steps, every step an event."""
     own = {
         "optim": {"name": "sgd", "lr": 0.02},
-        "train": {"epochs": 2, "batch_size": 4, "ema": None},
-        "data": {"crop_px": [48, 64]},
-        "eval": {"every_epochs": 2},
+        "train": {"epochs": 1, "batch_size": 3, "ema": None},
+        "data": {"crop_px": [32, 48]},
         "distill": {"teacher": str(teacher), "critic_penalty": penalty, "critic_width": 8},
     }
     for name, section in sections.items():
@@ -54,9 +49,9 @@ def terms(run: Path) -> list[dict[str, float]]:
 
 
 def assert_same_course(ours: Path, theirs: Path, rel: float) -> None:
-    """Every loss and term of four steps; Adam divides the critic's gradients, rounding and all, by their own size."""
+    """Every loss and term of three steps; Adam divides the critic's gradients, rounding and all, by their own size."""
     mine, other = terms(ours), terms(theirs)
-    assert len(mine) == len(other) == 4
+    assert len(mine) == len(other) == 3
     for one, two in zip(mine, other, strict=True):
         assert one.keys() == two.keys()
         for name in one:
@@ -77,27 +72,14 @@ def teacher(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.fixture
-def _float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The precision that the comparisons need is none that a config offers."""
-    set_up = Precision.__init__
-
-    def double(self: Precision, name: str, device: torch.device) -> None:
-        set_up(self, name, device)
-        self.input_dtype = torch.float64
-
-    monkeypatch.setattr(Precision, "__init__", double)
-    monkeypatch.setattr(Precision, "prepare", lambda _self, model: model.double())
-
-
-@pytest.mark.usefixtures("_float64")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("penalty", "gpu0_bsz"), [("wgan-gp", 0), ("wgan-lp", 1), ("dragan", 3)])
 def test_dp_in_float64_equals_one_device_up_to_rounding(
     base: dict[str, Any], teacher: Path, tmp_path: Path, penalty: str, gpu0_bsz: int
 ) -> None:
     for name, parallel in (("single", {"mode": "single"}), ("dp", {**DP, "gpu0_bsz": gpu0_bsz})):
-        assert train(student(base, teacher, penalty, parallel=parallel), tmp_path / name) == 0
+        with float64():
+            assert train(student(base, teacher, penalty, parallel=parallel), tmp_path / name) == 0
     found = terms(tmp_path / "single")
     assert found[0].keys() == {"loss", "pixel_wise", "pair_wise", "holistic", "critic", "penalty"}
     assert found[-1]["pixel_wise"] < found[0]["pixel_wise"]
@@ -123,19 +105,16 @@ def test_resumed_distillation_is_bitwise_equal(
     sizes = {"precision": precision, "epochs": 1, "batch_size": 2, "accumulate": 2}
     config = student(base, teacher, parallel={**DP, "gpu0_bsz": 1}, train=sizes, checkpoint={"every_steps": 1})
     folder = tmp_path / "parts"
-    try:
-        failpoints.arm("ckpt.background=each")
-        assert train(config, tmp_path / "whole") == 0
-        failpoints.arm("ckpt.background=each;train.optimizer=2:oom;train.step=3:raise:RuntimeError")
-        with pytest.raises(RunError):
-            train(config, folder)
-        assert [event["step"] for event in events(folder, "oom")] == [1]
-        failpoints.arm("")
-        assert run_session(TrainRequest(config, RunFolder(folder))) == 0
-    finally:
-        failpoints.arm("")
+    failpoints.arm("ckpt.background=each")
+    assert train(config, tmp_path / "whole") == 0
+    failpoints.arm("ckpt.background=each;train.optimizer=2:oom;train.step=3:raise:RuntimeError")
+    with pytest.raises(RunError):
+        train(config, folder)
+    assert [event["step"] for event in events(folder, "oom")] == [1]
+    failpoints.arm("")
+    assert resume(config, folder) == 0
     assert terms(folder) == terms(tmp_path / "whole")
-    whole, parts = (load_checkpoint(each, "last").state for each in (tmp_path / "whole", folder))
+    whole, parts = (final_state(each) for each in (tmp_path / "whole", folder))
     assert not differing(whole["model"], parts["model"])
     assert not differing(whole["distillation"], parts["distillation"])
     assert parts["distillation"]["critic"]["num_steps"] == 3
@@ -220,9 +199,9 @@ def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
     shutil.copytree(teacher, tmp_path / "moved")
     other = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "run")})
     with pytest.raises(CheckpointError, match=r"distill\.teacher differs from the teacher"):
-        run_session(TrainRequest(other, RunFolder(tmp_path / "run")))
+        resume(other, tmp_path / "run")
     moved = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "moved")})
-    assert run_session(TrainRequest(moved, RunFolder(tmp_path / "run"))) == 0
+    assert resume(moved, tmp_path / "run") == 0
 
 
 def largest(maps: torch.Tensor, cell: int) -> torch.Tensor:

@@ -20,12 +20,10 @@ from segapp.config.trust import name_trackers
 from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
-from segapp.session.request import TrainRequest
-from segapp.session.session import run_session
 from segapp.training.trackers import TrackerListener, WandbTracker, make_trackers
 from tests.support import ROOT
 from tests.support.network import network
-from tests.support.runs import events, merged, train
+from tests.support.runs import events, merged, resume, train
 
 
 class Notes:
@@ -118,6 +116,13 @@ def test_tensorboard_has_scalars_and_settings(tiny: dict[str, Any], tmp_path: Pa
     assert "_hparams_/session_start_info" in found.summary_metadata
 
 
+def without_wandb_variables(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+
 FILES = {
     "settings": "[DEFAULT]\nINSECURE_disable_SSL: yes\n[default]\nBase_URL = http://a.stranger\nHTTPS_proxy=http://b\n",
     "../config-defaults.yaml": "planted: {value: 1}",
@@ -136,11 +141,8 @@ def test_wandb_reads_nothing_of_the_folder(
     for name, text in FILES.items():
         (tmp_path / folder / name).write_text(text)
     (tmp_path / "bin" / "git").chmod(0o755)
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
     own = {"WANDB_MODE": "disabled", "WANDB_ENTITY": "me", "WANDB_CONFIG_DIR": str(tmp_path / "own")}
-    for name, value in {**own, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}.items():
-        monkeypatch.setenv(name, value)
+    without_wandb_variables(monkeypatch, **own, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)  # it is also the run folder
     found = []
     for make in (lambda: wandb.init(), lambda: WandbTracker(tmp_path, "tests", {}, "id", "name")._run):
@@ -153,13 +155,6 @@ def test_wandb_reads_nothing_of_the_folder(
     assert found[0] == ({"planted": 1}, "http://a.stranger", "http://b", True, "http://own:1", "me", True)
     assert found[1] == ({}, wandb.Settings().base_url, None, False, "http://own:1", "me", False)
     assert f"log.wandb does not read {folder}/settings, config-defaults.yaml in the" in capsys.readouterr().err
-
-
-def without_wandb_variables(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("fault", ["no key", "refused", "silent"])
@@ -265,7 +260,7 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     assert [(m.step, m.value) for m in told] == [(e["step"], pytest.approx(e["loss"])) for e in events(run, "step")]
     assert found.info.status == "FINISHED"
     assert found.data.params["optim.lr"] == "0.001"
-    assert run_session(TrainRequest(config, RunFolder(run))) == 0  # already complete
+    assert resume(config, run) == 0  # already complete
     assert client.get_run(found.info.run_id).info.status == "FINISHED"
     made = make_trackers(config, RunFolder(run), ["a"], 5)
     made[0].close()
