@@ -89,6 +89,10 @@ def test_split_in_a_mode_that_cannot_do_the_rest_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"train\.compile does not support parallel\.mode: dp: use single or ddp"):
             plan_devices(config)
     assert plan_devices(config_of({"gpu0_bsz": 2, "mode": "ddp"}, **COMPILED)).mode == "ddp"
+    with pytest.raises(
+        ConfigError, match=r"parallel\.mode = dp on mps:0, mps:1: only CUDA and CPU devices work together"
+    ):
+        plan_devices(config_of({"devices": ["cpu", "mps:0", "mps:1"], "mode": "dp"}))
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.key)

@@ -92,7 +92,8 @@ def test_search_ends_if_one_device_never_fits():
     search, pool, planner = search_of("dp", 100 + 3 * 20, 100 + 3 * 225, 100 + 2 * 155, num_params=blocks)
     search.planner(search.all_blocks)
     pool.first_mib = 10_000.0  # more than was estimated
-    assert search.emptiest([planner.row(8, SplitRequest(shares=(3, 3, 2)))]) is None
+    row = planner.row(8, SplitRequest(shares=(3, 3, 2)))
+    assert search.emptiest([row]) is None
     assert (tuple("abcdef"), (), ("a",)) in {job.recompute for job in pool.jobs}
 
 
@@ -117,3 +118,10 @@ def test_all_devices_of_mode_model_share_one_choice():
         found = search.emptiest([planner.row(4)])
         assert found is not None
         assert found.blocks_per_device == (tuple("abcdefg"[:count]),)
+
+
+def test_gpu_that_is_full_without_its_blocks_ends_the_search():
+    """Nothing is simulated but all blocks, for the planner."""
+    search, pool, planner = search_of("dp", 100 + 3 * 225, 90)
+    assert search.emptiest([planner.row(6, SplitRequest(shares=(3, 3)))]) is None
+    assert {job.recompute for job in pool.jobs} == {(tuple("abcdefg"), tuple("abcdefg"))}

@@ -83,27 +83,28 @@ class MiddleRank(Ranks):
 
 
 def test_devices_of_three_ranks_keep_rank_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one and two devices; the first is on another machine, the last on this one."""
+    """Ranks of one, two and two devices; the first is on another machine, the last on this one."""
     monkeypatch.setattr(session, "machine_id", lambda: "here")
     monkeypatch.setattr(socket, "gethostname", lambda: "b")
     theirs = [
         [DeviceInfo(name, pid=pid) for name, pid in pairs] for pairs in ([("x:1", 41)], [("x:0", 43), ("x:2", 44)])
     ]
     ranks = MiddleRank((theirs[0], "there", "a"), (theirs[1], "here", "b"))
-    plan = DevicePlan("ddp", (torch.device("cpu"),), "")
+    plan = DevicePlan("ddp", (torch.device("cpu"), torch.device("meta")), "")
     infos, locations = session._device_infos(plan, ranks, None)
     told: list[Any] = [(info.device, info.is_own, info.pid, info.machine) for info in infos]
     assert told == [
         ("x:1", False, None, "a"),
         ("cpu", True, os.getpid(), "b"),
+        ("meta", True, os.getpid(), "b"),
         ("x:0", False, 43, "b"),
         ("x:2", False, 44, "b"),
     ]
-    assert (locations.names, locations.num_machines) == (("a x:1", "b cpu", "b x:0", "b x:2"), 2)
+    assert (locations.names, locations.num_machines) == (("a x:1", "b cpu", "b meta", "b x:0", "b x:2"), 2)
     monkeypatch.setattr(session, "limit_gpus", lambda _, devices, first: told.append((*devices, first)))
-    limited, _ = session._device_infos(plan, ranks, [1.0, 2.0, 3.0, 4.0])
-    assert told[4:] == [(*plan.devices, 1)]
-    assert [info.total_mib for info in limited] == [1.0, 2.0, 3.0, 4.0]
+    limited, _ = session._device_infos(plan, ranks, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert told[5:] == [(*plan.devices, 1)]
+    assert [info.total_mib for info in limited] == [1.0, 2.0, 3.0, 4.0, 5.0]
     session._check_same_split((1, 2, 3), MiddleRank(("a", (1, 2, 3)), ("c", (1, 2, 3))))
     with pytest.raises(ConfigError, match=r"is \[1, 3, 2\] on c and \[1, 2, 3\] on a, b: "):
         session._check_same_split((1, 2, 3), MiddleRank(("a", (1, 2, 3)), ("c", (1, 3, 2))))

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from segapp.config import dump_config
-from segapp.run.commands import parse_command, send_command
-from segapp.run.folder import RunFolder
 from tests.support.fault_runs import sections_of
 from tests.support.fault_table import case
-from tests.support.rank_runs import check_restart_after_out_of_memory, check_split_change, ranks_of, trained_by_ranks
+from tests.support.rank_runs import check_restart_after_out_of_memory, check_split_change, trained_by_ranks
 from tests.support.runs import events, final_state, losses, merged, segapp
 
 TRUST = {"SEGAPP_TRUST_PARTS": "1"}
@@ -67,26 +65,6 @@ def test_run_whose_ranks_come_and_go_equals_one_device(tiny: dict[str, Any], tmp
 def test_split_of_ranks_is_changed_by_command_and_exact(tiny: dict[str, Any], tmp_path: Path) -> None:
     tiny["data"]["workers"] = 2
     check_split_change(tiny, tmp_path, CPUS)
-
-
-@pytest.mark.slow
-def test_ranks_recompute_by_command_and_take_the_same_course(tiny: dict[str, Any], tmp_path: Path) -> None:
-    """All blocks in epoch 1, those of the config from epoch 2 on, after a resume."""
-    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 1, CPUS, shares=[1, 4])))
-    run = RunFolder.create(path=tmp_path / "run").path
-    send_command(run, parse_command("set recompute=all"))
-    trained_by_ranks("--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
-    send_command(run, parse_command("set recompute=config"))
-    trained_by_ranks("--plain", "--config", "ddp.yaml", "--resume", "run", "train.epochs=2", cwd=tmp_path)
-    trained_by_ranks("--plain", "--config", "ddp.yaml", "--run", "whole", cwd=tmp_path)
-    trained_by_ranks("--plain", "--config", "ddp.yaml", "--resume", "whole", "train.epochs=2", cwd=tmp_path)
-    changes = [(e["step"], e["recompute"], [len(each) for each in e["blocks"]]) for e in events(run, "settings")]
-    assert changes == [(0, "all", [5, 5]), (2, "all", [5, 5]), (2, "config", [0, 0])]
-    courses = [
-        [(e["step"], e["loss"], e["grad_norm"]) for e in events(folder, "step")] for folder in (run, tmp_path / "whole")
-    ]
-    assert len(courses[0]) == 4
-    assert courses[0] == courses[1]
 
 
 @case("N03", how="out of memory on rank 1", passes="all ranks end, a resume recomputes all blocks")
