@@ -17,12 +17,13 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
-from segapp.errors import ConfigError, SegappError, StorageError, closest_words, free_or
-from segapp.run.files import remove_unfinished
+from segapp.errors import ConfigError, SegappError, StorageError, closest_words, free_or, storage_errors
+from segapp.run.files import remove_unfinished, write_atomic
 from segapp.run.words import ESCAPED, announce_torch, printable
 from segapp.waiting import lines_while, watch_signals
 
@@ -83,12 +84,13 @@ def _run(arguments: list[str] | None) -> None:
         del os.environ["COLUMNS"]
     announce_torch()
     is_json = any(word.partition("=")[0] == "--json" for word in arguments)
-    words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
+    words, json_file = _split_json_file([word for word in arguments if word not in ("--debug", "--trust-parts")])
     doing = "" if not words or words[0] in _WITH_OWN_LINES else f"segapp {words[0]}: still running"
     with (
         trusting("--trust-parts" in arguments),
         _one_line_errors(words, is_debug, as_json=is_json),
         lines_while(lambda: doing),
+        _printing_to(json_file),
     ):
         if words[:1] != ["sweep"] and sum(word.partition("=")[0] == "--config" for word in words) > 1:
             raise ConfigError("--config is given more than once: name one config, and change its keys with KEY=VALUE")
@@ -101,6 +103,34 @@ def _run(arguments: list[str] | None) -> None:
             except UnknownCodeError as error:  # raised before the command has changed anything
                 if not _is_accepted(error):
                     raise
+
+
+def _split_json_file(words: list[str]) -> tuple[list[str], Path | None]:
+    """Return the words without the NAME.json that follows `--json`, which is a flag to every command, and that file."""
+    at = words.index("--json") + 1 if "--json" in words else len(words)
+    if not words[at : at + 1] or not words[at].endswith(".json"):
+        return words, None
+    return [*words[:at], *words[at + 1 :]], Path(words[at])
+
+
+@contextlib.contextmanager
+def _printing_to(path: Path | None) -> Iterator[None]:
+    """Write what the body prints into a file, whole or not at all; nothing if the body fails."""
+    if path is None:
+        yield
+        return
+    printed = io.StringIO()
+    with storage_errors(path, "choose another file after --json"):
+        path.parent.mkdir(parents=True, exist_ok=True)  # before the work
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except SystemExit:  # a code may be a finding, as of `check`
+        if printed.getvalue():
+            with storage_errors(path, "choose another file after --json"):
+                write_atomic(path, printed.getvalue())
+            print(f"written: {printable(str(path))}", file=sys.stderr)
+        raise
 
 
 def _is_accepted(error: UnknownCodeError) -> bool:

@@ -45,7 +45,7 @@ ConfigOption = Annotated[
 ]
 WeightsConfig = Annotated[str | None, option("--config", "Config of the model, if the file holds weights only.")]
 RunOption = Annotated[Path | None, option("--run", "Folder of the run.", "DIR")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON. --json NAME.json writes it to that file instead.")]
 SplitOption = Annotated[str | None, option("--split", "Data split. Default: the run's validation split.", "NAME")]
 SlideFlag = Annotated[bool, typer.Option("--slide", help="Use a sliding window instead of the whole image.")]
 TtaFlag = Annotated[bool, typer.Option("--tta", help="Average over flipped and scaled copies.")]
@@ -318,9 +318,7 @@ def evaluate(
         typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs or checkpoints. Several are averaged."),
     ],
     split: SplitOption = None,
-    json_out: Annotated[
-        bool, typer.Option("--json", help="Print JSON. --json NAME.json writes it to that file instead.")
-    ] = False,
+    json_out: JsonFlag = False,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     data_root: Annotated[
@@ -337,11 +335,6 @@ def evaluate(
     """
     from segapp.assembly.paths import check_data_of
 
-    # To typer, --json is a flag, so the file is one of the words.
-    json_file = next((word for word in targets if json_out and word.endswith(".json")), None)
-    if [json_file] == targets:
-        raise ConfigError(f"--json {json_file} is the file to write: also name a run or a checkpoint")
-    targets = [word for word in targets if word != json_file]
     # A run that is missing is reported before torch is imported, which takes seconds.
     if config is None:
         check_data_of(targets, data_root, split)
@@ -350,7 +343,7 @@ def evaluate(
     words = None if devices is None else [word.strip() for word in devices.split(",") if word.strip()]
     places = None if words is None else [int(word) if word.isdecimal() else word for word in words]
     options = EvalOptions(split, slide, tta, data_root, places, config)
-    evaluate_target(targets, options, is_json=json_out, json_file=None if json_file is None else Path(json_file))
+    evaluate_target(targets, options, is_json=json_out)
 
 
 @app.command()
@@ -559,6 +552,7 @@ def report(
 def compare(
     runs: RunsArgument,
     html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and images.")] = None,
+    csv_file: Annotated[Path | None, option("--csv", "Write a table with a line for each run.")] = None,
     split: SplitOption = None,
     images: Annotated[
         int, typer.Option("--images", min=0, help="Number of images to show, largest difference first.")
@@ -574,9 +568,12 @@ def compare(
     """
     import json
 
-    from segapp.report.compare import compare_runs, print_comparison
+    from segapp.report.compare import compare_runs, csv_of, print_comparison
+    from segapp.report.page import save_page
 
     found = compare_runs(runs, html_file, split=split, num_images=images, has_images=not no_images)
+    if csv_file is not None:
+        save_page(csv_file, csv_of(found))
     if json_out:
         print(json.dumps(found, indent=2))
     else:

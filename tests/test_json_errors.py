@@ -80,6 +80,28 @@ def test_a_failure_is_json_and_a_sentence(command: str, failure: Failure) -> Non
     assert error["message"].splitlines()[0] in said
 
 
+def test_json_goes_to_the_file_that_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole, with the code of a finding, and in a new folder; a command that fails leaves the file as it was."""
+    file = tmp_path / "new folder" / "found.json"
+
+    def run(*words: str) -> tuple[int | str | None, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        return ended.value.code, *capsys.readouterr()
+
+    assert run("ls", "--json", str(file), "nowhere") == (0, "", f"written: {file}\n")
+    assert json.loads(file.read_text()) == []
+    _, printed, _ = run("models", "--json", "lraspp")
+    code, out, _ = run("models", "lraspp", "--json", str(file))
+    assert (code, out, file.read_text()) == (0, "", printed)
+    failed = ("status", "--json", str(file), "no-run")
+    assert json.loads(run(*failed)[1])["error"]["exit_code"] == 2
+    assert file.read_text() == printed
+    (tmp_path / "a-file").write_text("")
+    code, _, said = run("ls", "--json", str(tmp_path / "a-file" / "x.json"))
+    assert (code, "choose another file after --json" in said) == (10, True)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

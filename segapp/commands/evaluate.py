@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from segapp.assembly.data import build_load_options
@@ -20,13 +19,12 @@ from segapp.custom.names import is_component
 from segapp.custom.trust import using_copies
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
-from segapp.errors import ConfigError, SegappError, storage_errors
+from segapp.errors import ConfigError, SegappError
 from segapp.inference.evaluate import EnsembleEvaluator, Evaluation, EvaluationSettings, Evaluator, copy_to, evaluate
 from segapp.inference.predict.predictor import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, group_iou, mean_of_known
 from segapp.parallel.scatter_gather import DeviceLike
-from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
 from segapp.training.console import iou_table, worst_first
@@ -67,17 +65,11 @@ class ScoredSplit:
     split: str
 
 
-def evaluate_target(
-    targets: Sequence[str], options: EvalOptions, *, is_json: bool = False, json_file: Path | None = None
-) -> None:
-    """Evaluate a network, or the mean of several, and print the table of classes or JSON; a file gets the JSON."""
+def evaluate_target(targets: Sequence[str], options: EvalOptions, *, is_json: bool = False) -> None:
+    """Evaluate a network, or the mean of several, and print the table of classes or JSON."""
     scored = score_target(targets, options)
     content = json.dumps(as_json(scored), indent=2, allow_nan=False)
-    print(content if is_json and json_file is None else "\n".join(score_lines(scored)))
-    if json_file is not None:
-        with storage_errors(json_file, "choose another file"):
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(json_file, content + "\n")
+    print(content if is_json else "\n".join(score_lines(scored)))
 
 
 def score_target(targets: Sequence[str], options: EvalOptions) -> ScoredSplit:

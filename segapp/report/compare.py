@@ -3,6 +3,8 @@
 `images` predicts the images and compares them; only that needs torch.
 """
 
+import csv
+import io
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -163,6 +165,21 @@ def key_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         "parameters": [f"{row['num_params']:,}" for row in runs],
         "peak GiB": [words.gib(row["peak_mib"]) for row in runs],
     }
+
+
+def csv_of(found: Mapping[str, Any]) -> str:
+    """Return a line per run: its figures, the settings that differ, its scores, and the IoU of each class as shares."""
+    rows = []
+    for i, run in enumerate(found["runs"]):
+        figures = {key: value for key, value in run.items() if not isinstance(value, Mapping | list)}
+        settings = {key: values[i] for key, values in found["differences"].items()}
+        classes = {f"iou of {name}": iou for name, iou in run["iou"].items()}
+        rows.append({**figures, **settings, **run["scores"], **classes})
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:

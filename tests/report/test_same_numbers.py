@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from segapp.commands.runs import print_runs, print_status
-from segapp.report.compare import compare_runs, print_comparison
+from segapp.report.compare import compare_runs, csv_of, print_comparison
 from segapp.report.page import loss_chart, read_run_report, write_report
 from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
 from segapp.view.view import EventFold, View
@@ -92,3 +94,17 @@ def test_means_over_different_classes_are_said_to_be(tmp_path: Path, capsys: pyt
         "The mIoU are means over different classes (one 2, two 3). "
         "Over the 2 classes that all have: one 30.00 %, two 30.00 %." in shown
     )
+
+
+def test_csv_has_a_line_for_each_run(tmp_path: Path) -> None:
+    one = recorded(tmp_path / "one", [0.5, None, 0.125])
+    two = recorded(tmp_path / "two", [0.25, 0.75, 0.5])
+    for run, lr in ((one, 0.002), (two, 0.014)):
+        run.folder.config_yaml.write_text(f"optim: {{lr: {lr}}}")
+    found = compare_runs([str(two.folder.path), str(one.folder.path)], has_images=False)
+    first, second = csv.DictReader(io.StringIO(csv_of(found)))
+    assert [first["name"], second["name"]] == ["two", "one"]
+    assert [float(row["best_miou"]) for row in (first, second)] == [0.5, 0.3125]
+    assert [first["iou of sky"], second["iou of sky"], second["iou of pole"]] == ["0.75", "", "0.125"]
+    assert [first["optim.lr"], second["optim.lr"]] == ["0.014", "0.002"]
+    assert not any("[" in value or "{" in value for value in first.values())
