@@ -8,7 +8,6 @@ import resource
 import time
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from segapp.run.folder import RunFolder
 from segapp.waiting import repeated
 from tests.support.fake_smi import THREE_GPUS, fake_smi
 from tests.support.fault_table import case
-from tests.support.runs import events
+from tests.support.live_runs import seen, wait_for
 
 
 class Counters:
@@ -190,10 +189,8 @@ def test_three_gpus_are_matched_by_uuid(tmp_path, monkeypatch):
     fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     monitor, _, run = monitored(tmp_path, GpuPoller(), monkeypatch)
     with monitor:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not any(e["devices"][0]["used_mib"] for e in samples(run)):
-            time.sleep(0.05)
-    devices = samples(run)[-1]["devices"]
+        wait_for(lambda: any(event["devices"][0]["used_mib"] for event in seen(run.path, "memory")), 30)
+    devices = seen(run.path, "memory")[-1]["devices"]
     assert [device["used_mib"] for device in devices] == [11000, 4220, 1000]
     assert [device["utilization"] for device in devices] == [0.99, 0.1, None]
     assert [device["temperature"] for device in devices] == [80, 50, None]
@@ -233,10 +230,6 @@ def test_driver_is_asked_about_own_gpus_alone(monkeypatch):
     assert asked == ["cuda:0", "cuda:2"]
 
 
-def samples(run: RunFolder) -> list[dict[str, Any]]:
-    return events(run.path, "memory") if run.events.exists() else []
-
-
 @case("G01", how="nvidia-smi fails or hangs under a monitor", passes="its numbers are missing, one call, no storm")
 @pytest.mark.parametrize("script", ["exit 9", "sleep 30"])
 def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(tmp_path, monkeypatch, script):
@@ -244,11 +237,9 @@ def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(tmp_path, monkeypa
     monitor, _, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0), monkeypatch)
     began = time.monotonic()
     with monitor:
-        while len(samples(run)) < 5:
-            assert time.monotonic() - began < 30
-            time.sleep(0.05)
+        wait_for(lambda: len(seen(run.path, "memory")) >= 5, 30)
     assert time.monotonic() - began < 20  # leaving did not wait for it
-    devices = samples(run)[-1]["devices"]
+    devices = seen(run.path, "memory")[-1]["devices"]
     assert [device["used_mib"] for device in devices] == [None] * 3
     assert [device["reserved_mib"] for device in devices] == [1.0] * 3
     assert (tmp_path / "calls").read_text().count("x") == 1  # no second call beside a hanging one, no repeated failures
@@ -260,7 +251,4 @@ def test_monitor_error_ends_neither_monitor_nor_training(tmp_path, monkeypatch):
     calls = iter(range(1000))
     monkeypatch.setattr(sampler.device_memory, "sample", lambda: found() if next(calls) else 1 / 0)
     with monitor:
-        deadline = time.monotonic() + 20
-        while not samples(run):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: seen(run.path, "memory"), 20)

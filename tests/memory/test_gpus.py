@@ -23,6 +23,7 @@ from segapp.memory.gpus import (
 )
 from tests.support.fake_smi import FOUR, SLICED, THREE_GPUS, Card, fake_smi, smi_of
 from tests.support.fault_table import case
+from tests.support.live_runs import wait_for
 
 
 @case("G01", how="nvidia-smi says [N/A]", passes="nothing known of that number")
@@ -265,9 +266,8 @@ def test_own_memory_is_the_drivers(tmp_path, monkeypatch):
     (tmp_path / "out").write_text(EIGHT)
     fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     poller = GpuPoller(own_used_mib=lambda: {"0001": 77.0, "another": 5.0})
-    deadline = time.monotonic() + 20
-    while len(found := {gpu.uuid: gpu for gpu in poller.poll()}) < 9 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: len(poller.poll()) == 9, 20)
+    found = {gpu.uuid: gpu for gpu in poller.poll()}
     assert [found[f"{i:04}"].used_mib for i in range(3)] == [1000, 77, 1002]
     assert (found["0001"].utilization, found["0001"].temperature) == (0.01, 41)
     assert found["another"] == GpuStatus("another", "", 5.0, None, None, None)

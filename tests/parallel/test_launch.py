@@ -15,6 +15,7 @@ import pytest
 from segapp.parallel import launch
 from segapp.parallel.launch import launch_local
 from tests.support import ROOT
+from tests.support.live_runs import wait_for
 
 LAUNCH = f"""
 import importlib.util
@@ -65,13 +66,6 @@ def script(tmp_path):
     return path
 
 
-def wait_until(is_true, within_s=60.0):
-    deadline = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
 def is_alive(pid):
     """Whether it runs; a zombie that nobody has collected does not."""
     try:
@@ -90,7 +84,7 @@ def start(script, tmp_path, what):
         sys.exit(status)"""
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     files = [tmp_path / f"rank{i}" for i in range(2)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     return launcher, [int(file.read_text()) for file in files]
 
 
@@ -100,7 +94,7 @@ def test_sigkill_of_launcher_leaves_no_rank(script, tmp_path, what):
     launcher, ranks = start(script, tmp_path, what)
     launcher.kill()
     launcher.wait(20)
-    wait_until(lambda: not any(is_alive(pid) for pid in ranks), within_s=20)
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks), 20)
 
 
 def test_signal_to_launcher_reaches_every_rank_in_time_to_save(script, tmp_path):
@@ -136,7 +130,7 @@ while time.monotonic() < end_s:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_deaf_rank_ends_soon_after_its_peer_was_killed(script, tmp_path):
     launcher, ranks = start(script, tmp_path, "deaf")
-    wait_until(lambda: all((tmp_path / f"deaf{i}").exists() for i in range(2)))
+    wait_for(lambda: all((tmp_path / f"deaf{i}").exists() for i in range(2)))
     os.kill(ranks[1], signal.SIGKILL)
     began = time.monotonic()
     assert launcher.wait(60) == 137, "the first failure is the cause"

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from segapp.parallel import launch
 from segapp.parallel.launch import LIMIT_S, PeerWatch, peer_limit_s
+from tests.support.live_runs import wait_for
 
 LIMIT = 0.3
 
@@ -27,13 +28,6 @@ class Machine:
 
     def _note(self, reason: str) -> None:
         self.lost.append((time.monotonic() - self.began_s, reason))
-
-    def wait_for_loss(self, within_s: float = 20) -> tuple[float, str]:
-        deadline_s = time.monotonic() + within_s
-        while not self.lost:
-            assert time.monotonic() < deadline_s, "nothing was lost"
-            time.sleep(0.01)
-        return self.lost[0]
 
 
 class GoneStore:
@@ -66,7 +60,7 @@ def test_silent_machine_is_lost_to_the_others_in_time(machines: list[Machine]) -
     silent_s = time.monotonic()
     machines[1].watch.stop(has_left=False)
     for each in (machines[0], machines[2]):
-        at_s, reason = each.wait_for_loss()
+        at_s, reason = wait_for(lambda each=each: each.lost)[0]
         assert reason == f"machine 1 has not answered for {LIMIT:g} s"
         assert at_s + each.began_s - silent_s > LIMIT * 5 / 6 - 0.05, "it was counted in its last beat"
     assert machines[1].lost == []
@@ -85,7 +79,7 @@ def test_store_that_never_answers_again_is_lost_if_needed() -> None:
     assert machine.lost == []
     watch = PeerWatch(store, "0", {"1": "machine 1"}, lost.append, limit_s=LIMIT, needs_store=False)
     store.is_gone.set()
-    _, reason = machine.wait_for_loss()
+    _, reason = wait_for(lambda: machine.lost)[0]
     assert reason == f"the machine of rank 0, whose store all ranks use, has not answered for {LIMIT:g} s"
     time.sleep(LIMIT)
     assert lost == []
@@ -103,14 +97,11 @@ def test_time_of_a_stopped_process_does_not_count(monkeypatch: pytest.MonkeyPatc
     assert found == [[], [], [], ["other"], []]  # 5, 10 instead of 490, 5 s
 
 
-@pytest.mark.parametrize(("text", "limit_s"), [("", LIMIT_S), ("0", 0.0), ("2.5", 2.5)])
-def test_variable_sets_the_limit(text: str, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", text)
-    assert peer_limit_s() == limit_s
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_variable_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", text)
-    with pytest.raises(ValueError, match="is not a number of seconds: use 30, or 0 for no watch"):
-        peer_limit_s()
+def test_variable_sets_the_limit_if_it_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, limit_s in (("", LIMIT_S), ("0", 0.0), ("2.5", 2.5)):
+        monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", text)
+        assert peer_limit_s() == limit_s
+    for text in ("soon", "-1", "inf", "nan"):
+        monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", text)
+        with pytest.raises(ValueError, match="is not a number of seconds: use 30, or 0 for no watch"):
+            peer_limit_s()

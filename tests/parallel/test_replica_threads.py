@@ -20,6 +20,7 @@ from segapp.parallel import (
 )
 from segapp.parallel.replica_threads import failed_replica
 from tests.parallel.test_workers import settles
+from tests.support.live_runs import wait_for
 from tests.support.parallel_cases import PlainCE
 
 MODES = ["threads", "lockstep"]
@@ -189,10 +190,7 @@ def test_error_keeps_its_cause_and_is_freed_with_its_frames():
             model(torch.ones(7, 2))
         assert type(caught.value.__cause__) is LookupError
         del caught
-        deadline = time.monotonic() + 5
-        while any(ref() is not None for ref in freed) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert [ref() for ref in freed] == [None] * 3
+        assert wait_for(lambda: [ref() for ref in freed] == [None] * 3, 5)
     finally:
         gc.enable()
 
