@@ -228,17 +228,6 @@ def test_no_thread_that_read_is_left_where_workers_are_forked() -> None:
     assert len(ids) >= 60
 
 
-def test_loader_works_again_after_an_error(misbehave: Misbehave) -> None:
-    acts = [True]
-    dataset = misbehave(lambda: kill() if acts else None)
-    loader = TrainLoader(dataset, 2, options=LoadOptions(2))
-    with pytest.raises(WorkerError):
-        list(loader.epoch(0))
-    acts.clear()
-    assert sorted(index for batch in loader.epoch(0) for index in batch.indices) == list(range(8))
-    loader.close()
-
-
 @case("F43", how="shared memory refused", passes="says /dev/shm")
 def test_full_shared_memory_is_explained(misbehave: Misbehave, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: object) -> None:

@@ -171,14 +171,6 @@ def test_every_bit_depth_keeps_the_ids(bits: int, color_type: int | None, tmp_pa
     np.testing.assert_array_equal(stored_pixels(path, as_rgb=False)[0], ids)
 
 
-def test_cityscapes_ids_and_train_ids_give_the_same_target(tmp_path: Path) -> None:
-    labels = save(np.array([[7, 33, 0, 26]], np.uint8), tmp_path / "a_gtFine_labelIds.png")
-    train = save(np.array([[0, 18, 255, 13]], np.uint8), tmp_path / "a_gtFine_labelTrainIds.png")
-    scheme = class_scheme("cityscapes")
-    np.testing.assert_array_equal(read_mask(labels, scheme), [[0, 18, 255, 13]])
-    np.testing.assert_array_equal(read_mask(train, scheme), [[0, 18, 255, 13]])
-
-
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
 @pytest.mark.parametrize("ignore_index", [255, -1])
 def test_mask_colours_become_ids(mode: str, ignore_index: int, tmp_path: Path) -> None:

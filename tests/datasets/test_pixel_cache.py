@@ -139,21 +139,6 @@ def test_cache_holds_what_the_readers_return(tmp_path: Path, pairs: tuple[ImageP
     assert mask.dtype == np.int16
 
 
-@pytest.mark.parametrize("kind", ["disk", "ram"])
-def test_workers_fill_one_cache_together(kind: str, caches: Caches) -> None:
-    plain = caches.dataset("none")
-    expected = [[batch.images for batch in TrainLoader(plain, 3).epoch(epoch)] for epoch in (0, 1)]
-    dataset = caches.dataset(kind)
-    loader = TrainLoader(dataset, 3, options=LoadOptions(2))
-    for epoch in (0, 1):
-        for batch, images in zip(loader.epoch(epoch), expected[epoch], strict=True):
-            assert torch.equal(batch.images, images)
-        for pair in caches.pairs:
-            pair.image.unlink(missing_ok=True)  # the second epoch has the cache alone
-    loader.close()
-    assert state(dataset).num_stored == NUM_IMAGES
-
-
 def test_a_changed_image_is_decoded_again_alone(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(caches.dataset())
     Image.fromarray(draw_image(50, 8, 9)).save(caches.pairs[2].image)
@@ -468,22 +453,6 @@ def test_ranks_share_one_ram_cache(caches: Caches) -> None:
     assert state(second).num_stored == NUM_IMAGES
 
 
-@pytest.mark.parametrize("free_mib", [(400, 300), (400, 0), (0, 400)])
-def test_auto_is_what_the_first_rank_chooses(
-    free_mib: tuple[int, int], caches: Caches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchanged: list[object] = []
-    datasets = []
-    for rank in (0, 1):
-        monkeypatch.setattr(cache_module, "available_bytes", lambda rank=rank: free_mib[rank] << 20)
-        datasets.append(of_config(caches, "auto", TwoRanks(rank, exchanged)))
-    places = [None if dataset.cache is None else dataset.cache.files.path for dataset in datasets]
-    assert places[0] == places[1]
-    assert (places[0] is not None) == (free_mib[0] > 0)
-    kind = "ram" if free_mib[0] else "none"
-    assert (datasets[0].cache_note or "").startswith(f"data.cache = {kind}: decoded, the training images take 0 MiB")
-
-
 class ThreeRanks(Ranks):
     """One of three ranks, of which the last two share a machine; `given` has what the earlier ranks have exchanged."""
 
@@ -512,6 +481,7 @@ def test_first_rank_of_each_machine_chooses(caches: Caches, monkeypatch: pytest.
     for rank in range(3):
         dataset = of_config(caches, "auto", ThreeRanks(rank, given))
         places.append(None if dataset.cache is None else dataset.cache.files.path)
+        assert dataset.cache_note == "chosen"
     assert (places[0], places[1] is not None, places[2]) == (None, True, places[1])
     pixels = sum(height * width for height, width in image_sizes(caches.pairs))
     assert sizes == [(3 + 1) * pixels] * 3, "three bands of an image and its mask, one byte each"

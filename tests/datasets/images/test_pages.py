@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from PIL import Image
 
 from segapp.assembly.data import build_dataset
-from segapp.assembly.pairs import build_scheme
+from segapp.assembly.pairs import build_pairs, build_scheme
 from segapp.commands.check import check_data
 from segapp.config import validate_config
 from segapp.datasets.files import ImagePair, check_pairs, read_header, tiff_tags
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import pixels_of, read_image
-from segapp.datasets.images.windows import image_windows, measure_pixels
+from segapp.datasets.images.windows import image_windows, measure_pixels, measure_ranges
 from segapp.errors import ConfigError, DataError
 from tests.support.band_data import write_band_data
 from tests.support.drawn_folders import SIZE, draw_mask
@@ -133,15 +132,6 @@ def test_further_bands_are_bands_however_they_are_marked(tmp_path: Path) -> None
         measure_pixels(paths)
 
 
-def percentiles(root: Path) -> list[list[int]]:
-    images = sorted((root / "images/train").iterdir())
-    values = np.concatenate([tifffile.imread(path).reshape(-1, 4) for path in images])
-    ids = np.concatenate([np.array(Image.open(next((root / "masks/train").glob(f"{path.stem}.*")))) for path in images])
-    of_class = [values[ids.ravel() == each] for each in np.unique(ids)]
-    low, high = np.transpose([np.percentile(each, (0.5, 99.5), axis=0) for each in of_class], (1, 2, 0))
-    return [[int(np.floor(a.min())), int(np.ceil(b.max()))] for a, b in zip(low, high, strict=True)]
-
-
 @pytest.mark.parametrize("known", [[], ["bands", "dtype"]])
 def test_check_prints_the_lines_that_the_training_asks_for(
     known: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -155,7 +145,10 @@ def test_check_prints_the_lines_that_the_training_asks_for(
     assert check_data(config, as_json=False) == 3
     out = capsys.readouterr().out
     lines: dict[str, Any] = yaml.safe_load(out[out.index("  bands: ", out.index("pixels: uint16 of 4 bands")) :])
-    assert lines == {"bands": [1, 2, 3, 4], "dtype": "uint16", "value_range": percentiles(tmp_path / "data")}
+    measured = measure_ranges(
+        build_pairs(config.data, "train"), PixelFormat((1, 2, 3, 4), "uint16"), build_scheme(config.data)
+    )
+    assert lines == {"bands": [1, 2, 3, 4], "dtype": "uint16", "value_range": [[*ends] for ends in measured]}
     whole = validate_config({"name": "bands", "data": {**data, **lines}})
     assert check_data(whole, as_json=True) == 0
     pixels = json.loads(capsys.readouterr().out)["pixels"]

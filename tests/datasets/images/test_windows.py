@@ -17,7 +17,7 @@ from segapp.datasets.cache import PixelCache, memory_files
 from segapp.datasets.dataset import SegmentationDataset, TensorOnDisk
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels, Range
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.raster import Window, read_bands
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import (
@@ -29,7 +29,7 @@ from segapp.datasets.images.windows import (
     measure_ranges,
     places_of,
 )
-from segapp.datasets.inspection import SplitReport, check_ranges, examine
+from segapp.datasets.inspection import check_ranges
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import UnknownIdsError, read_mask
 from segapp.datasets.sampling import SampleKey
@@ -159,17 +159,6 @@ def test_aimed_crops_of_a_large_image_read_their_window_of_it(tmp_path: Path, mo
                 assert sum(of_mask) < SIZE[0] * SIZE[1] + 2 * 47 * 47
 
 
-def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
-    mask = np.zeros(SIZE, np.uint8)
-    mask[150:, 300:] = 9
-    tifffile.imwrite(tmp_path / "mask.tif", mask, tile=(64, 64))
-    found = mask_windows(tmp_path / "mask.tif", SCHEME)
-    assert found is not None
-    assert not found[0:100, 0:100].any()
-    with pytest.raises(UnknownIdsError, match=r"mask\.tif.*9 \(901 px\)"):
-        found[100:, :]
-
-
 @pytest.mark.parametrize(("most_px", "step"), [(4_022, 4), (7_151, 3)])
 def test_measured_pixels_lie_on_a_grid_over_the_whole_image(
     most_px: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,26 +286,3 @@ def test_rows_of_blocks_are_the_whole_and_its_ids_together(tmp_path: Path) -> No
     with pytest.raises(UnknownIdsError, match=r"8 \(3 px\), 9 \(12 px\)") as found:
         list(mask_blocks([tmp_path / "wrong.tif"], SCHEME))
     assert found.value.present == {0: mask.size - 15, 8: 3, 9: 12}
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_check_in_blocks_reports_what_the_whole_does(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pixels = RGB8 if dtype == "uint8" else PixelFormat((1, 2, 3), dtype, ((0.0, 255.0),) * 3)
-    pairs = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        pairs.append(write_pair(tmp_path / name, 3, dtype, tile=(64, 64)))
-    mask = np.zeros(SIZE, np.uint8)
-    mask[100:, :] = 9
-    tifffile.imwrite(pairs[1].masks[0], mask, tile=(64, 64))
-
-    def reports() -> tuple[list[SplitReport], tuple[Range, ...]]:
-        found = examine({"train": pairs[:1], "val": pairs}, SCHEME, crop_px=(32, 32), pixels=pixels)
-        return found, measure_ranges(pairs, pixels, SCHEME)
-
-    in_blocks = reports()
-    assert any(finding.kind == "leak" for finding in in_blocks[0][1].findings)
-    monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 10**9)
-    assert reports() == in_blocks
