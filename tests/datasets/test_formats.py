@@ -15,14 +15,7 @@ from segapp.datasets.files import ImagePair, shared_images
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.schemes import bit_palette
 from segapp.errors import ConfigError, DataError
-
-
-def touch(root: Path, *names: str) -> None:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
-
+from tests.support.drawn_folders import touch
 
 # --- layouts
 

@@ -20,6 +20,7 @@ from segapp.datasets.masks import read_mask
 from segapp.errors import DataError
 from segapp.onboarding.content import stored_pixels
 from tests.support.drawn_data import draw_image, draw_mask
+from tests.support.drawn_folders import exif_of
 from tests.support.fault_table import case
 
 
@@ -80,11 +81,9 @@ def test_other_image_modes_match_pillow(mode: str, tmp_path: Path) -> None:
     ("orientation", "suffix"), [*((each, ".jpg") for each in range(1, 9)), (6, ".png"), (7, ".webp"), (8, ".tif")]
 )
 def test_exif_rotation_matches_pillow(orientation: int, suffix: str, tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
     path = tmp_path / f"a{suffix}"
     options = {".jpg": {"quality": 95}, ".webp": {"lossless": True}}.get(suffix, {})
-    save(draw_image(2, 24, 40), path, exif=exif, **options)
+    save(draw_image(2, 24, 40), path, exif=exif_of(orientation), **options)
     expected = np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
     result = read_image(path)
     assert result.shape == expected.shape

@@ -18,7 +18,7 @@ from segapp.datasets.files import ImagePair, check_pairs, read_header
 from segapp.datasets.orientation import Turns, fit_of
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from tests.support.drawn_folders import targets_read, with_orientation
+from tests.support.drawn_folders import exif_of, save, targets_read, with_orientation
 
 SIZE = (33, 46)
 NUMBERS = ["0031", "0004", "0017", "0008", "0023", "0012"]
@@ -34,16 +34,8 @@ def truth(number: str, size: tuple[int, int] = SIZE) -> np.ndarray[Any, Any]:
 
 
 def photo(path: Path, mask: np.ndarray[Any, Any], orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
     pixels = np.array([[60, 90, 60], [220, 60, 50], [60, 60, 220]], np.uint8)[mask]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(with_orientation(pixels, orientation)).save(path, exif=exif, quality=95, subsampling=0)
-
-
-def save_mask(path: Path, mask: np.ndarray[Any, Any], **save: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(mask).save(path, **save)
+    save(path, with_orientation(pixels, orientation), exif=exif_of(orientation), quality=95, subsampling=0)
 
 
 def folder(root: Path, orientations: list[int], *, drawn: str = "raw", size: tuple[int, int] = SIZE) -> None:
@@ -51,7 +43,7 @@ def folder(root: Path, orientations: list[int], *, drawn: str = "raw", size: tup
     for number, orientation in zip(NUMBERS, orientations, strict=True):
         mask = truth(number, size)
         photo(root / "images" / f"{number}.jpg", mask, orientation)
-        save_mask(root / "masks" / f"{number}.png", with_orientation(mask, orientation if drawn == "raw" else 1))
+        save(root / "masks" / f"{number}.png", with_orientation(mask, orientation if drawn == "raw" else 1))
 
 
 def proposed(root: Path, **request: Any) -> tuple[RunConfig, str]:
@@ -76,7 +68,7 @@ def test_masks_of_the_stored_size_are_turned_and_named(tmp_path: Path, capsys: p
     """Two photos lie; the mask of a third was drawn on the upright photo, and that of a half-turned one, too."""
     folder(tmp_path / "d", [6, 1, 8, 1, 5, 3])
     for number in ("0023", "0012"):
-        save_mask(tmp_path / "d" / "masks" / f"{number}.png", truth(number))
+        save(tmp_path / "d" / "masks" / f"{number}.png", truth(number))
     config, said = proposed(tmp_path / "d")
     assert_true(config)
     assert "sizes agree in 5 of 5 pairs" in said
@@ -134,9 +126,8 @@ def test_mask_with_its_own_orientation_is_read_upright(tmp_path: Path, capsys: p
     """Also with the choice raw: its own orientation has turned it already."""
     folder(tmp_path / "d", [3, 1, 1, 6, 1, 1])
     for number, orientation in (("0031", 3), ("0008", 6)):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        save_mask(tmp_path / "d" / "masks" / f"{number}.png", with_orientation(truth(number), orientation), exif=exif)
+        stored = with_orientation(truth(number), orientation)
+        save(tmp_path / "d" / "masks" / f"{number}.png", stored, exif=exif_of(orientation))
     for choice in (None, "raw"):
         config, said = proposed(tmp_path / "d", mask_orientation=choice)
         assert_true(config)
@@ -148,7 +139,7 @@ def test_header_check_refuses_sizes_that_fit_neither(tmp_path: Path) -> None:
     """A mask of the raw size passes; one with swapped sides on a photo without an orientation does not."""
     for name, orientation, mask in (("a", 6, truth("0004").T), ("b", 1, truth("0004").T), ("c", 8, np.zeros((46, 34)))):
         photo(tmp_path / f"{name}.jpg", truth("0004"), orientation)
-        save_mask(tmp_path / f"{name}.png", np.ascontiguousarray(mask).astype(np.uint8))
+        save(tmp_path / f"{name}.png", np.ascontiguousarray(mask).astype(np.uint8))
     header = read_header(tmp_path / "c.jpg")
     assert (header.size_px, header.raw_px, header.orientation) == (SIZE, SIZE[::-1], 8)
     pairs = [ImagePair(tmp_path / f"{name}.jpg", tmp_path / f"{name}.png", name) for name in "abc"]

@@ -36,6 +36,7 @@ from segapp.datasets.pool import LoadOptions
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from tests.support.drawn_data import LABEL_MAP, draw_image, draw_mask
+from tests.support.drawn_folders import exif_of
 
 NUM_IMAGES = 9
 
@@ -125,11 +126,9 @@ def test_cached_samples_equal_decoded_ones(kind: str, caches: Caches, monkeypatc
 
 def test_cache_holds_what_the_readers_return(tmp_path: Path, pairs: tuple[ImagePair, ...]) -> None:
     """A grey image, a turned one, ids mapped to int16, and an image without mask."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
     Image.open(pairs[0].image).convert("L").save(pairs[0].image)
     size = Image.open(pairs[1].image).size[::-1]
-    Image.open(pairs[1].image).resize(size).save(pairs[1].image, exif=exif)
+    Image.open(pairs[1].image).resize(size).save(pairs[1].image, exif=exif_of(6))
     scheme = class_scheme("folder", classes=list("abcde"), ignore_index=-1, label_map={**LABEL_MAP, 255: -1})
     caches = Caches(tmp_path / "cache", (*pairs[:2], ImagePair(pairs[2].image, None, "c")), scheme)
     for _ in range(2):

@@ -27,7 +27,7 @@ from segapp.datasets.targets import count_files
 from segapp.errors import ConfigError, DataError
 from segapp.parallel.distributed import Ranks
 from segapp.session.build import _frequencies
-from tests.support.drawn_folders import with_orientation
+from tests.support.drawn_folders import exif_of, save, with_orientation
 
 FIELDS = {"04": (61, 47, 30, 23, 19), "07": (53, 71, 20, 44, 18), "s/20": (45, 59, 30, 12, 15)}
 """Name -> height, width, center and radius in pixels; the last field is cut off at two borders."""
@@ -38,11 +38,6 @@ def field_of(name: str) -> np.ndarray:
     height, width, row, column, radius = FIELDS[name]
     rows, columns = np.ogrid[:height, :width]
     return np.asarray((rows - row) ** 2 + (columns - column) ** 2 < radius**2)
-
-
-def save(path: Path, pixels: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
 
 
 def draw(root: Path, kind: str, split: str = "train") -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -76,8 +71,7 @@ def draw(root: Path, kind: str, split: str = "train") -> dict[str, tuple[np.ndar
 
 def turn(root: Path, name: str, orientation: int) -> None:
     """Stores a photo as a camera on its side does, with masks that were drawn on the stored pixels."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif = exif_of(orientation)
     for path in root.glob(f"*/**/{name}.png"):
         pixels = with_orientation(np.asarray(Image.open(path)), orientation)
         Image.fromarray(pixels).save(path, **({"exif": exif} if path.is_relative_to(root / "images") else {}))

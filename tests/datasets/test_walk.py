@@ -18,7 +18,7 @@ from segapp.datasets.walk import on_disk, walk
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.tree import survey_tree
-from tests.support.drawn_folders import draw_image, draw_mask
+from tests.support.drawn_folders import draw_image, draw_mask, touch
 
 NAMES = ["Straße Köln", "été (1)", "naïve,x", "ünï", "plain", "img [2]", "Ångström", "o'neil", "100%", "ñ;colon", "b"]
 
@@ -29,13 +29,6 @@ def nfc(text: str) -> str:
 
 def nfd(text: str) -> str:
     return unicodedata.normalize("NFD", text)
-
-
-def touch(root: Path, *names: str) -> None:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
 
 
 def test_walk_lists_each_file_once_and_leaves_hidden_ones(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from segapp.config import load_config
 from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.annotation_formats import FORMATS, Annotated, Drawn, coco, save_json
-from tests.support.drawn_folders import targets_read, with_orientation
+from tests.support.drawn_folders import exif_of, save, targets_read, with_orientation
 
 SIZE = (45, 67)  # height and width of the upright images
 Box = tuple[int, int, int, int]
@@ -60,10 +60,8 @@ def converted(
     """Returns the target of each image as training reads it, and the lines of init."""
     (root := tmp_path / "d").mkdir()
     for (name, _, _), orientation in entries:
-        exif = Image.Exif()
-        exif[0x0112] = orientation
         pixels = np.repeat(truth(name)[..., None] * 130 + 60, 3, axis=2)
-        Image.fromarray(with_orientation(pixels, orientation)).save(root / f"{name}.jpg", exif=exif)
+        save(root / f"{name}.jpg", with_orientation(pixels, orientation), exif=exif_of(orientation))
     write(root, [own for own, _ in entries])
     result = propose_config(InitRequest(root, tmp_path / "made.yaml", group=".+", **request))
     return targets_read(load_config(result.configs[0])), "\n".join(result.lines)

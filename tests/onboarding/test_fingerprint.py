@@ -15,6 +15,7 @@ from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.onboarding import fingerprint
 from segapp.onboarding.fingerprint import GRIDS_PX, Fingerprint, measure, measure_ids
+from tests.support.drawn_folders import exif_of
 
 SIZE = (37, 53)
 SCHEME = class_scheme("folder", classes=["a", "b", "c", "d"])
@@ -135,8 +136,6 @@ def test_stripes_forbid_quarter_turns_and_allow_flips(tmp_path: Path) -> None:
 
 def test_masks_are_measured_as_they_lie_on_the_upright_image(tmp_path: Path) -> None:
     """Every second photo is stored upside down, with its mask; upright, class 3 is in the lower half of all."""
-    exif = Image.Exif()
-    exif[0x112] = 3
     masks = []
     for number in range(60):
         mask = np.zeros(SIZE, np.uint8)
@@ -144,7 +143,7 @@ def test_masks_are_measured_as_they_lie_on_the_upright_image(tmp_path: Path) -> 
         masks.append(mask[::-1, ::-1] if number % 2 else mask)
     pairs = saved(tmp_path, masks)
     for pair in pairs[1::2]:
-        Image.open(pair.image).save(pair.image.with_suffix(".jpg"), exif=exif)
+        Image.open(pair.image).save(pair.image.with_suffix(".jpg"), exif=exif_of(3))
     pairs = [replace(pair, image=pair.image.with_suffix(".jpg")) if i % 2 else pair for i, pair in enumerate(pairs)]
     scheme = replace(SCHEME, mask_orientation="raw")
     assert measure(pairs, scheme, RGB8, SIZE).has_up

@@ -26,22 +26,38 @@ def seeded(text: str) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
 
 
+def touch(root: Path, *names: str) -> None:
+    """Writes files of a byte; their folders are made."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x")
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def save(path: Path, pixels: np.ndarray, **options: Any) -> None:
+    """Saves pixels as an image; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, **options)
+
+
 def draw_image(path: Path, size: tuple[int, int] = SIZE) -> None:
     """Writes a picture of noise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = seeded(path.name).integers(0, 255, (*size, 3), np.uint8)
-    Image.fromarray(pixels).save(path)
+    save(path, seeded(path.name).integers(0, 255, (*size, 3), np.uint8))
 
 
 def draw_mask(
-    path: Path, values: np.ndarray = IDS, size: tuple[int, int] = SIZE, *, key: str | None = None, **save: Any
+    path: Path, values: np.ndarray = IDS, size: tuple[int, int] = SIZE, *, key: str | None = None, **options: Any
 ) -> None:
     """Writes a mask of stripes of all the values, whose widths depend on the key, or on folder and name of the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     edges = np.sort(seeded(key or f"{path.parent.name}/{path.name}").integers(2, size[1] - 2, len(values) - 1))
     columns = np.searchsorted(edges, np.arange(size[1]), side="right")
     columns[: len(values)] = np.arange(len(values))
-    Image.fromarray(np.broadcast_to(values[columns], (size[0], *values[columns].shape)).copy()).save(path, **save)
+    save(path, np.broadcast_to(values[columns], (size[0], *values[columns].shape)).copy(), **options)
 
 
 def draw(root: Path, names: Iterable[str], image: str, mask: str, values: np.ndarray = IDS) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from segapp.datasets.layouts.schemes import PUBLISHED
 from segapp.errors import DataError
 from segapp.onboarding.class_files import PALETTES, recognise
-from tests.support.drawn_folders import IDS, SIZE, draw, proposed
+from tests.support.drawn_folders import IDS, SIZE, draw, proposed, save
 
 NAMES = [f"{number:04}" for number in range(6)]
 COLORS = np.array([[0, 0, 0], [200, 0, 10], [10, 60, 250]], np.uint8)
@@ -77,10 +76,7 @@ def test_a_grey_photograph_is_no_mask(tmp_path: Path) -> None:
     root = tmp_path / "d"
     draw(root, NAMES, "images/{}.jpg", "masks/{}.png", IDS)
     for name in NAMES:
-        (root / "depth").mkdir(exist_ok=True)
-        Image.fromarray(np.random.default_rng(int(name)).integers(0, 255, SIZE, np.uint8)).save(
-            root / "depth" / f"{name}.png"
-        )
+        save(root / "depth" / f"{name}.png", np.random.default_rng(int(name)).integers(0, 255, SIZE, np.uint8))
     config, _, _ = proposed(root, tmp_path / "made.yaml")
     assert config.data.classes == ["class_0", "class_1", "class_2"]
 

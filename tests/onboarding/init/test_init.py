@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from segapp.__main__ import main
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
-from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, listing, names_read, proposed
+from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, listing, names_read, proposed, save
 from tests.support.fake_smi import FOUR, smi_of
 from tests.support.runs import segapp
 
@@ -126,8 +125,7 @@ def striped(folder: Path, width_px: int) -> Path:
         for left in range(3 + number, 320, round(width_px / 0.4)):
             mask[:, left : left + width_px] = 1
         for part, pixels in (("images", 90 + 100 * (mask > 0)), ("masks", mask)):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / part / f"{number}.png")
+            save(folder / part / f"{number}.png", pixels.astype(np.uint8))
     return folder
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import OpenQuestionError
-from tests.support.drawn_folders import SIZE, draw, draw_image, proposed, targets_read
+from tests.support.drawn_folders import SIZE, draw, draw_image, proposed, save, targets_read
 
 NAMES = [f"{number:04}" for number in range(10)]
 
@@ -23,9 +23,7 @@ def drawn(root: Path, mask: Any, names: list[str] = NAMES, target: str = "masks/
     """Draws images, and the mask that `mask(number)` returns for each, moved to the right by 5 pixels a number."""
     for number, name in enumerate(names):
         draw_image(root / "images" / f"{name}.jpg")
-        path = root / target.replace("{}", name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(moved(mask(number), number)).save(path)
+        save(root / target.replace("{}", name), moved(mask(number), number))
 
 
 def moved(mask: np.ndarray, number: int) -> np.ndarray:
@@ -54,6 +52,7 @@ def test_unlabelled_is_ignored_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert (config.data.classes, config.data.label_map) == (["ground", "road", "No_Data"], None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("values", "nodata", "names", "expected", "label_map", "said"),
     [
@@ -61,10 +60,10 @@ def test_unlabelled_is_ignored_unless_it_is_asked_for(tmp_path: Path) -> None:
         ([0, 1, 2], 0, None, ["class_1", "class_2"], {1: 0, 2: 1, 0: 255}, "value 0, nodata of the masks, is ignored"),
         ([0, 1, 255], 0, None, ["background", "object"], None, "value 0, nodata of the masks, stays class background"),
         ([0, 255, 9], 9, None, ["background", "object"], {255: 1, 9: -1}, "value 9, nodata of the masks, is ignored"),
-        ([0, 255, 255], 0, None, ["background", "object"], {255: 1}, "value 0, nodata of the masks, stays class backg"),
-        ([0, 1, 2], 0, "land\na\nb\n", ["land", "a", "b"], None, "value 0, nodata of the masks, stays class land: 43"),
         ([0, 1, 2], 0, "a\nb\n", ["a", "b"], {1: 0, 2: 1, 0: 255}, "value 0, nodata of the masks, is ignored: 43.8%"),
+        ([0, 255, 255], 0, None, ["background", "object"], {255: 1}, "value 0, nodata of the masks, stays class backg"),
         ([0, 1, -9999], -9999, None, ["background", "object"], None, "nodata of the masks (-9999) is ignored: 25.0%"),
+        ([0, 1, 2], 0, "land\na\nb\n", ["land", "a", "b"], None, "value 0, nodata of the masks, stays class land: 43"),
     ],
 )  # fmt: skip
 def test_nodata_of_masks_is_ignored_if_two_classes_remain(

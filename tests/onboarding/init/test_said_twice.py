@@ -19,6 +19,7 @@ from segapp.onboarding.content import read_contents
 from segapp.onboarding.encoding import Classes, MaskChoices, read_classes
 from segapp.onboarding.layout import OpenQuestionError
 from tests.support.drawn_folders import proposed, targets_read
+from tests.support.drawn_folders import save as save_pixels
 
 BLACK, RED, BLUE = (0, 0, 0), (255, 0, 0), (0, 0, 255)
 COLORS = [BLACK, RED, BLUE]
@@ -50,11 +51,10 @@ def gray(_: int, mask: np.ndarray, path: Path) -> None:
 
 
 def folder(root: Path, save: Saver) -> Path:
-    for part in ("images", "masks"):
-        (root / part).mkdir(parents=True)
+    (root / "masks").mkdir(parents=True)
     for number in range(11):
         pixels = np.random.default_rng(number).integers(0, 255, (41, 57, 3), np.uint8)
-        Image.fromarray(pixels).save(root / "images" / f"{number * 7 % 11:02}.png")
+        save_pixels(root / "images" / f"{number * 7 % 11:02}.png", pixels)
         save(number, classes_of(number), root / "masks" / f"{number * 7 % 11:02}.png")
     return root
 
