@@ -126,8 +126,7 @@ def test_three_epochs_equal_samples_read_one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("workers", "batch_size", "share", "ahead"),
-    [(1, 3, 3, 18), (4, 3, 3, 16), (3, 6, 1, 6), (8, 11, 11, 59)],
+    ("workers", "batch_size", "share", "ahead"), [(1, 3, 3, 18), (4, 3, 3, 16), (3, 6, 1, 6), (8, 11, 11, 59)]
 )
 def test_six_batches_at_most_are_loaded_ahead(
     recorder: Recorder, workers: int, batch_size: int, share: int, ahead: int

@@ -144,7 +144,7 @@ def test_without_room_or_for_a_gpu_there_is_no_ring(
         assert (loader.pool._guarded.ring is None) == (free < 2 * 122_880)
         loader.close()
     assert [message.partition(":")[0] for message in told] == [
-        "no ring of shared batches (0 MiB, and 0 MiB of memory are free)",
+        "no ring of shared batches (0 MiB, and 0 MiB of memory are free)"
     ]
 
 

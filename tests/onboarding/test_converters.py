@@ -16,16 +16,7 @@ from segapp.onboarding.annotations import find_yolo
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import DrawnMask, Layout
 from segapp.onboarding.tree import survey_tree
-from tests.support.drawn_annotations import (
-    NAMES,
-    coco,
-    cvat,
-    expected,
-    labelme,
-    nnunet,
-    supervisely,
-    yolo,
-)
+from tests.support.drawn_annotations import NAMES, coco, cvat, expected, labelme, nnunet, supervisely, yolo
 from tests.support.drawn_folders import draw_image, draw_mask, proposed, samples_read
 
 

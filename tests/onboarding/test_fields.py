@@ -564,16 +564,10 @@ SIBLINGS = {
         '<annotations><image name="0003.jpg"><box label="car"/></image><track id="0" label="car"/></annotations>',
         "tracks of CVAT for video",
     ),
-    "voc/0003.xml": (
-        "<annotation><object><bndbox><xmin>4</xmin></bndbox></object></annotation>",
-        "Pascal VOC",
-    ),
+    "voc/0003.xml": ("<annotation><object><bndbox><xmin>4</xmin></bndbox></object></annotation>", "Pascal VOC"),
     "0003.txt": ("0 0.5 0.5 0.25 0.25\n1 0.25 0.5 0.25 0.25\n", "boxes of YOLO have no outlines"),
     "panoptic.json": ('{"annotations": [{"segments_info": []}]}', "panopticapi"),
-    "boxes.json": (
-        '{"images": [], "annotations": [{"bbox": [1, 2, 3, 4]}], "categories": []}',
-        "boxes and keypoints",
-    ),
+    "boxes.json": ('{"images": [], "annotations": [{"bbox": [1, 2, 3, 4]}], "categories": []}', "boxes and keypoints"),
     "default.json": ('{"dm_format_version": "1.0", "items": []}', "datum convert"),
     "via.json": ('{"0003.jpg1": {"regions": [{"shape_attributes": {}}]}}', "export it as COCO"),
     "min.json": ('[{"image": "0003.jpg", "label": [{"polygonlabels": ["car"]}]}]', "JSON-MIN"),

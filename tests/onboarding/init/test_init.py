@@ -73,11 +73,7 @@ def test_real_camvid_is_recognised(camvid: Path, tmp_path: Path) -> None:
     [
         ("GPU-2,GPU-9", 7, "the 2 GPUs of this machine\n"),
         ("GPU-2,7", 7, "the 1 GPU of this machine (CUDA_VISIBLE_DEVICES='GPU-2,7' ends for CUDA at '7'"),
-        (
-            "NoDev",
-            4,
-            "the CPU of this machine, which has no GPU (CUDA_VISIBLE_DEVICES='NoDev' hides every GPU",
-        ),
+        ("NoDev", 4, "the CPU of this machine, which has no GPU (CUDA_VISIBLE_DEVICES='NoDev' hides every GPU"),
     ],
 )
 def test_first_comment_names_the_device_that_is_assumed(

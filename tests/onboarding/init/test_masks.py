@@ -84,10 +84,7 @@ def test_nodata_of_masks_is_ignored_if_two_classes_remain(
     assert f"# note: {said}" in (tmp_path / "made.yaml").read_text()
     ignored = 255 if config.data.ignore_index is None else config.data.ignore_index
     to_class = {one: values.index(one) if label_map is None else label_map.get(one, one) for one in values}
-    to_class |= {
-        nodata: to_class[nodata] if "stays" in said else ignored,
-        **({255: 255} if values[1] == 1 else {}),
-    }
+    to_class |= {nodata: to_class[nodata] if "stays" in said else ignored, **({255: 255} if values[1] == 1 else {})}
     for name, target in targets_read(config).items():
         drawn_ids = tifffile.imread(tmp_path / "d" / "masks" / f"{Path(name).stem}.tif")
         np.testing.assert_array_equal(target, np.vectorize(to_class.__getitem__)(drawn_ids.astype(int)))

@@ -161,11 +161,7 @@ def voided(mask: np.ndarray, factor: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("few", "most", "words"),
     [
-        (
-            lambda m: (m > 0) * np.uint8(1),
-            lambda m: (m > 0) * np.uint8(255),
-            "8 .* value 255, .* 3 .* value 1,",
-        ),
+        (lambda m: (m > 0) * np.uint8(1), lambda m: (m > 0) * np.uint8(255), "8 .* value 255, .* 3 .* value 1,"),
         (lambda m: m.astype(np.uint16) * 257, lambda m: m, "3 masks hold value 257, 514, .* 8 hold value 1, 2,"),
         (lambda m: (m > 0) * np.uint16(65535), lambda m: (m > 0) * np.uint8(255), "3 .* 65535, .* 8 hold value 255,"),
         (lambda m: (m > 0) * np.uint16(514), lambda m: m, "3 masks hold value 514, .* 8 hold value 1, 2, .* by 257;"),
@@ -232,8 +228,7 @@ def test_classes_of_different_images_are_no_two_scales(values: Any, tmp_path: Pa
 def test_black_and_white_next_to_colors(has_white: bool, tmp_path: Path) -> None:
     colors = np.array([BLACK, (255, 255, 255) if has_white else BLUE, RED], np.uint8)
     root = folder(
-        tmp_path / "d",
-        lambda n, m, path: Image.fromarray(colors[m] if n % 4 else (m == 1) * np.uint8(255)).save(path),
+        tmp_path / "d", lambda n, m, path: Image.fromarray(colors[m] if n % 4 else (m == 1) * np.uint8(255)).save(path)
     )
     if not has_white:
         with pytest.raises(DataError, match=r"^3 masks hold ids"):
