@@ -125,7 +125,12 @@ def test_linked_root_is_read_and_links_leaving_it_are_refused(tmp_path: Path, fo
 
 
 def test_link_out_of_root_is_named_before_it_is_searched(tmp_path: Path) -> None:
-    touch(tmp_path, "root/images/train/1.jpg", "root/masks/train/1.png")
+    touch(tmp_path, "1.jpg", "1.png", "root/images/train/2.jpg", "root/masks/train/2.png")
+    (tmp_path / "root/images/train/1.jpg").symlink_to(tmp_path / "1.jpg")
+    (tmp_path / "root/masks/train/1.png").symlink_to(tmp_path / "1.png")
+    said = rf"images/train/1\.jpg is outside data.root .*, at {tmp_path}/1\.jpg, and so are 1 more: use a root"
+    with pytest.raises(DataError, match=said):
+        find_pairs(DataLocation("folder", tmp_path / "root"), "train")
     (tmp_path / "root/images/train/all").symlink_to("/")
     with pytest.raises(DataError, match=r"images/train/all is outside data.root .*, at /: "):
         find_pairs(DataLocation("folder", tmp_path / "root"), "train")
@@ -391,7 +396,7 @@ def test_shared_images_are_found_under_every_name(tmp_path: Path) -> None:
     ],
 )
 def test_missing_root_names_the_nearest_folder(asked: str, said: str, tmp_path: Path) -> None:
-    for name in ("phones", "photos", "masks"):
+    for name in ("phot", "photos", "masks"):
         (tmp_path / "data" / name).mkdir(parents=True)
     with pytest.raises(DataError, match=said):
         find_pairs(DataLocation("folder", str(tmp_path / asked)), "train")

@@ -79,15 +79,6 @@ def test_number_of_batches_by_hand(num_samples: int, sizes: list[int], dataset: 
     assert [len(batch) for batch in loader.epoch(0)] == sizes
 
 
-def test_rank_without_samples_gets_an_empty_batch(dataset: SegmentationDataset) -> None:
-    part = SegmentationDataset(dataset.pairs[:2], dataset.scheme, dataset.transform)
-    (last,) = TrainLoader(part, 4, rank=2, world_size=3).epoch(0)  # two samples for three ranks
-    assert last.indices == ()
-    assert last.images.shape == (0, 3, *CROP)
-    assert last.target.shape == (0, *CROP)
-    assert last.target.dtype == torch.uint8
-
-
 def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
     for options in ({"batch_size": 0}, {"batch_size": 2, "world_size": 3}, {"batch_size": 2, "rank": 1}):
         with pytest.raises(ValueError, match="every rank needs a sample"):

@@ -30,6 +30,13 @@ def with_ignored() -> np.ndarray:
     return mask
 
 
+def with_piece() -> np.ndarray:
+    mask, piece = expected(2, 2), np.zeros(36, bool)
+    piece[7:10] = piece[11:] = True
+    mask[12:18, 14:20][piece.reshape(6, 6)] = 1
+    return mask
+
+
 def with_hole() -> np.ndarray:
     mask = expected(2, 2)
     mask[13:17, 15:19] = 0  # the inside of the hole; its outline belongs to the road
@@ -43,9 +50,10 @@ def with_hole() -> np.ndarray:
         (coco, "images", "road car", expected(), "set data.multilabel: files"),
         (yolo, "images/{split}", "road car", expected(), "4 training images (train), 2 validation images (val)"),
         (labelme, ".", "car road", with_ignored(), "6 of 6 files of labelme name"),
+        (cvat, "images", "car road", with_piece(), ""),
         (supervisely, "ds0/img", "car road", with_hole(), ""),
     ],
-    ids=["COCO", "YOLO", "labelme", "Supervisely"],
+    ids=["COCO", "YOLO", "labelme", "CVAT", "Supervisely"],
 )
 def test_annotated_objects_become_masks(
     draw: Any, folder: str, names: str, wanted: np.ndarray, said: str, tmp_path: Path

@@ -134,8 +134,8 @@ def test_rows_of_an_image_are_united(tmp_path: Path) -> None:
     for name in NAMES[1:]:
         rows += [(f"{name}.jpg", runs_of(disk(f"{name}{ship}"))) for ship in "ab"]
     rows.append((f"{NAMES[0]}.jpg", ""))
-    for number in range(2):  # a table for each ship of an image
-        table(root / f"train_ship_segmentations_v{number}.csv", ("ImageId", "EncodedPixels"), rows[number::2])
+    for number, own in enumerate((rows[:9], rows[9:])):  # one ship of an image is in the other table
+        table(root / f"train_ship_segmentations_v{number}.csv", ("ImageId", "EncodedPixels"), own)
     config, result, _ = proposed(root, tmp_path / "made.yaml")
     read = targets_read(config)
     assert sorted(read) == NAMES
@@ -143,6 +143,7 @@ def test_rows_of_an_image_are_united(tmp_path: Path) -> None:
     for name in NAMES[1:]:
         assert (read[name] == (disk(f"{name}a") | disk(f"{name}b"))).all()
     assert "1 images without a row, such as train_v2/0010.jpg, are not used" in "\n".join(result.lines)
+    assert "10 images in tables of run lengths, such as train_ship_segmentations_v0.csv" in "\n".join(result.lines)
 
 
 def test_overlapping_classes_are_refused(tmp_path: Path) -> None:

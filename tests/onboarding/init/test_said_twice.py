@@ -164,6 +164,7 @@ def voided(mask: np.ndarray, factor: int) -> np.ndarray:
         (lambda m: (m > 0) * np.uint8(1), lambda m: (m > 0) * np.uint8(255), "8 .* value 255, .* 3 .* value 1,"),
         (lambda m: m.astype(np.uint16) * 257, lambda m: m, "3 masks hold value 257, 514, .* 8 hold value 1, 2,"),
         (lambda m: (m > 0) * np.uint16(65535), lambda m: (m > 0) * np.uint8(255), "3 .* 65535, .* 8 hold value 255,"),
+        (lambda m: (m > 0) * np.uint16(65535), lambda m: (m > 0) * np.uint8(1), "3 .* 65535, .* 8 .* 1, .* by 65535;"),
         (lambda m: (m > 0) * np.uint16(514), lambda m: m, "3 masks hold value 514, .* 8 hold value 1, 2, .* by 257;"),
         (lambda m: m * np.uint8(127), lambda m: m, "3 masks hold value 127, 254, .* 8 .* 1, 2, .* by 127;"),
         (lambda m: m, lambda m: np.array([0, 128, 255], np.uint8)[m], "128, 255, .* 3 .* 1, 2, .* by 127.5;"),
@@ -259,15 +260,18 @@ def test_class_files_that_disagree_are_said(tmp_path: Path) -> None:
     root = folder(tmp_path / "d", gray)
     (root / "dataset.json").write_text('{"labels": {"ground": 0, "sky": 1, "car": 2}, "numTraining": 17}')
     (root / "classes.txt").write_text("Ground\ncar\nsky\n")
+    (root / "obj.names").write_text("ground\nsky\npig\n")
     config, result, _ = proposed(root, tmp_path / "made.yaml", group=".+")
     assert config.data.classes == ["ground", "sky", "car"]
     notes = [line for line in result.lines if line.startswith("note: ")]
     assert notes == [
         "note: dataset.json says numTraining 17, and 11 images have masks",
         "note: classes.txt names value 1 car, but dataset.json is used: sky; remove the wrong file",
+        "note: obj.names names value 2 pig, but dataset.json is used: car; remove the wrong file",
     ]
     (root / "dataset.json").write_text('{"labels": {"ground": 0, "sky": 1, "car": 2}, "numTraining": 11}')
-    (root / "classes.txt").write_text("Ground\nsky\nCar\n")
+    for file in ("classes.txt", "obj.names"):
+        (root / file).write_text("Ground\nsky\nCar\n")
     _, result, _ = proposed(root, tmp_path / "made.yaml", group=".+", force=True)
     assert not [line for line in result.lines if line.startswith("note: ")]
 
