@@ -144,6 +144,7 @@ def test_each_of_many_faults_gives_one_finding(root: Path) -> None:
 
     by_image = sorted(found, key=lambda each: named(each.pair) or "")
     assert [(f.severity, f.kind, named(f.pair), named(f.other)) for f in by_image] == [row[:4] for row in expected]
+    assert [each.num_px for each in found if (each.kind, each.split) == ("ids", "val")] == [17 + 3]
     assert [row for row, each in zip(expected, by_image, strict=True) if row[4] not in each.message] == []
     assert all(each.split == (named(each.pair) or "").partition("/")[0] for each in found)
 

@@ -275,7 +275,7 @@ def test_nodata_of_masks_is_ignored_unless_it_is_a_class(
     ("nodata", "said"),
     [
         ((0, 1), "value 0, nodata of the masks of split train, stays class a; value 1, nodata of the masks of split "),
-        ((15, 9), "16.7% of the pixels of the 2 masks of split train are ignored: nodata of the masks (9, 15), value "),
+        ((15, 200), "16.7% of the pixels of the 2 masks of split train are ignored: nodata of the masks (15, 200), "),
     ],
 )
 def test_nodata_of_masks_is_said(nodata: tuple[int, int], said: str, tmp_path: Path) -> None:
