@@ -168,7 +168,8 @@ def kill_while_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]
     return lambda number: left.__setitem__(0, number)
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number", [2, 1])
 def test_killed_workers_start_again_with_the_same_samples(
     recorder: Recorder, told: list[str], kill_while_writing: Callable[[int], None], number: int
 ) -> None:

@@ -188,7 +188,7 @@ SORTS: dict[str, dict[str, str]] = {
 """Sort of a field -> value -> verdict, in all formats."""
 CELLS = [(name, place, sort) for name, fields in FIELDS.items() for place, sort in fields.items()]
 FIRST = {cell[2]: cell for cell in reversed(CELLS)}
-FEW = ("missing", "null", "text", "nan", "huge", "repeated")
+FEW = ("missing", "null", "text", "huge")
 """The values of fields whose sort another format has already: each program has its own code, of equal verdicts."""
 
 
