@@ -350,7 +350,9 @@ def evaluate(
 def predict(
     target: Annotated[
         str,
-        typer.Argument(metavar="RUN|CHECKPOINT|FILE", help="A run, a checkpoint, or a file of weights."),
+        typer.Argument(
+            metavar="RUN|SWEEP|CHECKPOINT|FILE", help="A run, a sweep of folds or seeds, a checkpoint, or weights."
+        ),
     ],
     paths: Annotated[
         list[str],
@@ -391,10 +393,12 @@ def predict(
     exit code is 3 if an image cannot be read; the others are predicted.
     """
     from segapp.assembly.paths import NETWORK_SUFFIXES, find_runs, split_networks
+    from segapp.commands.sweep import repeated_runs
     from segapp.inference.predict.reading import find_images
     from segapp.run.words import printable
 
     networks, words = split_networks([target, *paths])
+    networks = [run for name in networks for run in repeated_runs(name)]
     if config is None:
         find_runs(name for name in networks if not name.endswith(NETWORK_SUFFIXES))
     files, notes = find_images(words, out)

@@ -251,6 +251,8 @@ def check_resumable(
         ways = f"or start a new run from its weights: model.weights={path}"
         if run is not None:
             ways = f"or continue the run as it is: segapp train --resume {shlex.quote(os.path.relpath(run.path))}"
+        if any(line.startswith("optim.lr:") for line in differences):
+            ways += "\n  another learning rate, while it trains: segapp ctl RUN set lr_factor=0.5"
         raise CheckpointError(
             f"{path} cannot be resumed with this config, because these keys differ (saved -> now):\n{shown}\n"
             f"  set them back, {ways}",

@@ -26,16 +26,17 @@ from segapp.commands.spawn import TrainerProcess, spawn_trainer
 from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config, load_runnable
 from segapp.config.load import parse_overrides
 from segapp.config.trust import name_trackers
-from segapp.errors import ConfigError, RunError, SegappError, storage_errors
+from segapp.errors import ConfigError, RunError, SegappError, some_names, storage_errors
 from segapp.memory.gpus import visible_gpus
 from segapp.run.files import check_tree, make_durable_directory, write_atomic
-from segapp.run.folder import RunFolder, is_run, is_sweep
+from segapp.run.folder import RunFolder, is_run, is_sweep, runs_of
 from segapp.run.lock import check_locks
 from segapp.run.words import aligned, first_line, printable
 from segapp.scores import SCORES
 from segapp.session.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
-from segapp.view.runs import Ranking, run_state, summarize
+from segapp.view.runs import Ranking, differing_settings, read_settings, run_state, summarize
+from segapp.waiting import lines_while
 
 MAX_RUNS = 10_000
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
@@ -360,6 +361,26 @@ def save_sweep(path: Path, runs: Sequence[SweepRun]) -> None:
             write_atomic(run.stored_config, dump_config(run.config))
 
 
+def repeated_runs(target: str) -> list[str]:
+    """Return the runs of a sweep of folds or seeds, which together are one model; of anything else, the word itself.
+
+    Raises:
+        ConfigError: the runs differ in more than that, or some have not finished.
+    """
+    if (runs := runs_of(target)) == [target]:
+        return runs
+    differing = differing_settings([read_settings(RunFolder(Path(run))) for run in runs]).keys() - set(REPETITIONS)
+    if differing:
+        some = some_names(sorted(differing), 3)
+        raise ConfigError(f"{target}: the runs of this sweep differ in {some}: name the runs to average")
+    if open_runs := [Path(run).name for run in runs if run_state(Path(run)) != "finished"]:
+        raise ConfigError(
+            f"{target}: {some_names(open_runs, 3)} of this sweep has not finished: repeat the command of the sweep, or "
+            "name the runs to average"
+        )
+    return runs
+
+
 def job_environments(jobs: int) -> list[dict[str, str]]:
     """Return the environment variables of each of several trainings at a time: its share of GPUs, or of CPU threads.
 
@@ -392,7 +413,12 @@ def train_runs(runs: Sequence[SweepRun], environments: Sequence[Mapping[str, str
     waiting, free, codes = list(runs), list(environments), list[int]()
     running: list[tuple[SweepRun, Mapping[str, str], TrainerProcess]] = []
     is_told = False
-    with StopSignals() as signals:
+
+    def shown() -> str:
+        at = (f"{run.name} is in epoch {summarize(run.folder.path).progress}" for run, _, _ in running)
+        return f"{len(codes)} of {len(runs)} runs have ended; {', '.join(at)}"
+
+    with StopSignals() as signals, lines_while(shown):
         while running or (waiting and not signals.is_set):
             while waiting and free and not signals.is_set:
                 run = waiting.pop(0)

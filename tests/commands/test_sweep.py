@@ -23,6 +23,7 @@ from segapp.commands.sweep import (
     parse_axes,
     parse_values,
     plan_sweep,
+    repeated_runs,
     run_name,
     save_sweep,
     setting_lines,
@@ -366,3 +367,24 @@ def test_failed_run_leaves_the_others_and_is_tried_again(place: Path, tiny_root:
     assert "2 runs, 1 to train" in again.stdout
     runs = runs_of("tiny-sweep")
     assert [run_state(Path(run)) for run in runs] == ["finished"] * 2
+
+
+def test_sweep_of_folds_and_seeds_is_one_model(place: Path) -> None:
+    folder = Path("runs") / "photos-sweep"
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text("{}")
+    for name, seed, fold in (("fold1-seed7", 7, "one"), ("fold0-seed9", 9, "nil"), ("fold2-seed7", 7, "two")):
+        run = RecordedRun(folder / name)
+        run.folder.config_yaml.write_text(f"seed: {seed}\ndata: {{val_split: {fold}}}\noptim: {{lr: 0.1}}")
+        run.write(RunEnd(status="finished", reason="done", exit_code=0), 1.0)
+        run.writer.close()
+    members = [str(folder / name) for name in ("fold0-seed9", "fold1-seed7", "fold2-seed7")]
+    assert [repeated_runs("photos-sweep"), repeated_runs("other.pt")] == [members, ["other.pt"]]
+    late = RecordedRun(folder / "fold3-seed7")
+    late.folder.config_yaml.write_text("seed: 7\ndata: {val_split: three}\noptim: {lr: 0.1}")
+    with pytest.raises(ConfigError, match="fold3-seed7 of this sweep has not finished: repeat the command"):
+        repeated_runs("photos-sweep")
+    late.folder.config_yaml.write_text("optim: {lr: 0.2}")
+    with pytest.raises(ConfigError, match=r"the runs of this sweep differ in optim.lr: name the runs to average"):
+        repeated_runs(str(folder))
+    late.writer.close()
