@@ -96,6 +96,12 @@ def test_files_that_the_page_of_the_tests_names_exist() -> None:
     assert [path for path in named if not ((ROOT / path).is_file() or (ROOT / "tests" / path).is_file())] == []
 
 
+def test_digits_are_asked_for_as_int_reads_them() -> None:
+    """`"²".isdigit()` is true, and int("²") is an error."""
+    files = sorted((ROOT / "segapp").rglob("*.py"))
+    assert [path.name for path in files if re.search(r"\.is(digit|numeric)\b", path.read_text())] == []
+
+
 def test_cudnn_flags_say_that_cudnn_is_on() -> None:
     """`torch.backends.cudnn.flags` switches cuDNN off unless it is called with `enabled`."""
     calls = [

@@ -110,7 +110,7 @@ def num_slots(accumulate: int) -> int:
 
 def _ranks_here() -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(ranks) if ranks.isdigit() else 1)
+    return max(1, int(ranks) if ranks.isdecimal() else 1)
 
 
 class ThreadPool(ThreadPoolExecutor):

@@ -209,7 +209,7 @@ def read_json(text: str, source: str) -> ClassFile | None:
         # Mapillary has a readable name next to a technical one.
         key = "readable" if all(one.get("readable") for one in labels) else "name"
         return _of_entries(source, labels, key, range(len(labels)))
-    if labels and all(key.isdigit() for key in labels):
+    if labels and all(key.isdecimal() for key in labels):
         named = {int(key): name for key, name in labels.items()}
     else:
         # nnU-Net maps a name to its number, and names of regions to lists.

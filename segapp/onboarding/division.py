@@ -135,7 +135,7 @@ def _columns(columns: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
     varying = [number for number, column in enumerate(columns) if len(set(column)) > 1]
     for number in varying:
         column = columns[number]
-        is_position = all(word.isdigit() for word in column) and math.gcd(*map(int, column)) >= _LEAST_STEP_PX
+        is_position = all(word.isdecimal() for word in column) and math.gcd(*map(int, column)) >= _LEAST_STEP_PX
         kind = f"word {number + 1} of the name" if number else "beginning of the name"
         runs = [_WORD, r"[^\W\d_]+(?=\d+$)", r"\d+(?=[^\W\d_]+$)"]
         # As a whole, the last word that varies would make each image a group.

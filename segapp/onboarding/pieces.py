@@ -262,7 +262,7 @@ def _class_name(end: str) -> str:
     """
     words = tokens(end)
     kept = [word for word in words if word.word not in ROLE_WORDS | GLUE_WORDS]
-    if not kept or all(word.word.isdigit() or word.word in SPLIT_WORDS for word in kept):
+    if not kept or all(word.word.isdecimal() or word.word in SPLIT_WORDS for word in kept):
         return ""
     first = next(i for i, word in enumerate(words) if word.word not in MASK_WORDS - {"l", "ho"})
     return end[words[first].start :]
@@ -376,8 +376,8 @@ def _conversions(
     if missing:
         notes.append(f"{missing} images in tables of run lengths are not there")
     labels_said = {name for rows in by_image.values() for name, _ in rows if name} or {""}
-    labels = sorted(labels_said, key=lambda name: (int(name), "") if name.isdigit() else (sys.maxsize, name))
-    names = ["object"] if labels == [""] else [f"class_{name}" if name.isdigit() else name for name in labels]
+    labels = sorted(labels_said, key=lambda name: (int(name), "") if name.isdecimal() else (sys.maxsize, name))
+    names = ["object"] if labels == [""] else [f"class_{name}" if name.isdecimal() else name for name in labels]
     first = 0 if any(runs.split(" ", 1)[0] == "0" for rows in by_image.values() for _, runs in rows) else 1
     orders, reason = _orders(images, by_image, first)
 

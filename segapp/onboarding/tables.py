@@ -86,7 +86,7 @@ def read_table(tree: Tree, path: str) -> Table | None:
     is_header = (
         len(rows) > 1
         and path.lower().endswith((".csv", ".tsv"))
-        and all(cell and "/" not in cell and "." not in cell and not cell.isdigit() for cell in first)
+        and all(cell and "/" not in cell and "." not in cell and not cell.isdecimal() for cell in first)
         and not any(cell in row for row in rows[1:50] for cell in first)
     )
     return Table(path, first, rows[1:]) if is_header else Table(path, (), rows)

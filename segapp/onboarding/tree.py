@@ -96,7 +96,7 @@ def is_trainval(name: str) -> bool:
 
 
 def without_zeros(text: str) -> str:
-    return str(int(text)) if text.isascii() and text.isdigit() else ""
+    return str(int(text)) if text.isascii() and text.isdecimal() else ""
 
 
 @lru_cache(maxsize=4096)

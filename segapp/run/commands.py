@@ -331,9 +331,10 @@ def _parse_set(arguments: list[str]) -> dict[str, Any]:
 def _parse_value(name: str, text: str) -> Any:
     if name == "shares":
         return [_number(part) for part in text.strip("[]()").split(",")]
-    if name == "gpu0_bsz" and text.lower() in ("none", "null", "even"):
+    word = text.lower()
+    if name == "gpu0_bsz" and word in ("none", "null", "even"):
         return None
-    return _number(text)
+    return _number(word)
 
 
 def _number(text: str) -> int | float | str:

@@ -385,7 +385,8 @@ class Trainer:
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
         self.controller.apply(requested, self.progress.command_position())
         if is_unfreezing:
-            self.controller.batch_split.clear_peaks()  # they lack gradients and optimizer state of frozen parameters
+            # They lack gradients and optimizer state of frozen parameters.
+            self.controller.batch_split.clear_peaks(keeps_failures=True)
             self.engine.unfreeze()
         self.progress.begin_epoch()
         self.reporter.epoch_start(self._lr(self.position.step + 1))

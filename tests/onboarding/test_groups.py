@@ -54,6 +54,7 @@ FIVE = ["austin", "chicago", "kitsap", "tyrol", "vienna"]
         ("P01-x_1 P01_2 P02_1", "p in the name", "P01 P01 P02"),  # names of different shapes
         ("case_0001_0000 case_0002_0000 case_0003_0000", "image", None),  # one image each
         ("pug_1 pug_2 poodle_1 poodle_2", "image", None),  # p is no person here
+        ("zk_¹_0 zk_¹_1 zk_²_0 zk_²_1", "image", None),  # digits that int refuses
     ],
 )  # fmt: skip
 def test_groups_are_folders_or_words_of_names(images: str, kind: str, groups: str | None) -> None:

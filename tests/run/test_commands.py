@@ -45,6 +45,7 @@ def run(tmp_path):
         ("set gpu0_bsz=3", SetCommand(gpu0_bsz=3)),
         ("set gpu0_bsz=auto", SetCommand(gpu0_bsz="auto")),
         ("set gpu0_bsz=even", SetCommand(gpu0_bsz=None)),
+        ("set gpu0_bsz=AUTO recompute=All", SetCommand(gpu0_bsz="auto", recompute="all")),
         ("set  lr_factor=5e-1", SetCommand(lr_factor=0.5)),
         ("set lr_factor=2 gpu0_bsz=1", SetCommand(lr_factor=2.0, gpu0_bsz=1)),
         ("set shares=2,3,3", SetCommand(shares=[2, 3, 3])),

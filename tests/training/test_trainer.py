@@ -84,9 +84,11 @@ def test_peaks_are_kept_if_steps_are_made_as_before(mode: str, changes: dict[str
     network: Any = Mock(split_of=lambda num: [num - 1, 1], smallest_chunk=1, needs_samples=None)
     before, after = BatchSplit(network, 8, "dp"), BatchSplit(network, 8, mode)
     before.record_peaks((7, 1), (900.0, 250.0))
+    before.record_failure((7, 1), (5, 3))
     new = {name: {**config[name], **changes.get(name, {})} for name in ("train", "parallel", "checkpoint")}
     load(config, new, splits=after, live={"splits": before.state_dict()})
     assert bool(after.checker.peaks.measured) == is_kept
+    assert (set(after.checker.failed), after.checker.ceiling) == (({(7, 1)}, 7) if is_kept else (set(), None))
 
 
 def test_only_finished_steps_have_had_their_algorithms_timed() -> None:

@@ -212,9 +212,9 @@ def _said_sizes(description: str) -> dict[str, int]:
     if description.startswith("ImageJ="):
         words = {"frames": "T", "slices": "Z", "channels": "C"}
         lines = dict(line.split("=", 1) for line in description.splitlines() if "=" in line)
-        sizes = {axis: int(lines[word]) for word, axis in words.items() if lines.get(word, "").isdigit()}
+        sizes = {axis: int(lines[word]) for word, axis in words.items() if lines.get(word, "").isdecimal()}
         images = lines.get("images", "1")
-        return sizes or ({"I": int(images)} if images.isdigit() else {})
+        return sizes or ({"I": int(images)} if images.isdecimal() else {})
     if description.startswith("{"):
         try:
             said = json.loads(description)

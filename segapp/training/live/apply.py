@@ -123,9 +123,14 @@ class BatchSplit:
     def record_peaks(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> None:
         self.checker = replace(self.checker, peaks=self.checker.peaks.with_measured(split, peaks_mib))
 
-    def clear_peaks(self) -> None:
-        """Discard the measured peaks, because steps are made differently from now on."""
+    def clear_peaks(self, *, keeps_failures: bool = False) -> None:
+        """Discard the measured peaks, because steps are made differently from now on, and the splits that failed.
+
+        Failures are kept if the steps need more memory from now on.
+        """
         self.checker = replace(self.checker, peaks=replace(self.checker.peaks, measured={}))
+        if not keeps_failures:
+            self.checker = replace(self.checker, failed=(), ceiling=None)
 
     def state_dict(self) -> dict[str, Any]:
         known = self.checker.to_json()
@@ -138,7 +143,8 @@ class BatchSplit:
             return
         measured = {tuple(s): tuple(p) for s, p in state["observed"] if len(s) == num_devices}
         failed = {tuple(split) for split in state["failed"] if len(split) == num_devices}
-        ceilings = [each for each in (self.checker.ceiling, state["ceiling"]) if each is not None]
+        saved = state["ceiling"] if failed else None  # a failure has left both
+        ceilings = [each for each in (self.checker.ceiling, saved) if each is not None]
         self.checker = replace(
             self.checker,
             peaks=replace(self.checker.peaks, measured=measured),

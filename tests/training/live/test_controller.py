@@ -39,9 +39,9 @@ from tests.support.runs import alerts, differing, events, final_state, losses, r
 MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
 
 
-def replicated(gpu0_bsz: int | None = None) -> ReplicatedNetwork:
+def replicated(gpu0_bsz: int | None = None, num_devices: int = 3) -> ReplicatedNetwork:
     model: Any = nn.Linear(1, 1)
-    replicas = DataParallelModel(model, ["cpu"] * 3, gpu0_bsz=gpu0_bsz, full_batch=8)
+    replicas = DataParallelModel(model, ["cpu"] * num_devices, gpu0_bsz=gpu0_bsz, full_batch=8)
     return ReplicatedNetwork(model, replicas, torch.device("cpu"))
 
 
@@ -205,7 +205,7 @@ def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
         assert move.split != best.split
 
 
-def test_other_mode_forgets_what_failed() -> None:
+def test_other_mode_or_devices_forget_what_failed() -> None:
     """Outputs are gathered on device 0 only in dp, so a split that fails there may fit in ddp."""
     before = BatchSplit(replicated(gpu0_bsz=3), 8, "dp")
     before.record_failure((5, 2, 1))
@@ -215,6 +215,9 @@ def test_other_mode_forgets_what_failed() -> None:
         after.record_failure((2, 3, 3))
         after.load_state_dict(before.state_dict())
         assert (after.checker.failed, after.checker.ceiling) == (failed, 5 if mode == "dp" else None)
+    after = BatchSplit(replicated(num_devices=2, gpu0_bsz=3), 8, "dp")
+    after.load_state_dict(before.state_dict())
+    assert (set(after.checker.failed), after.checker.ceiling) == (set(), None)
 
 
 @pytest.mark.parametrize(
