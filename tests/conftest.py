@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,20 @@ def _disarmed() -> Iterator[None]:
 
     yield
     failpoints.arm("")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command line in this process; gives its exit code, standard output and standard error."""
+    from segapp.__main__ import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        return int(str(ended.value.code or 0)), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

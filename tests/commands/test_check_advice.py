@@ -12,6 +12,7 @@ import pytest
 
 from segapp.commands import check
 from segapp.config import validate_config
+from segapp.datasets.targets import RULES
 
 CLASSES = ["background", "crack", "stain"]
 DICE = {"plus": [{"name": "dice"}]}
@@ -33,8 +34,9 @@ def advice(
             )
     data = {"format": "folder", "root": str(tmp_path), "classes": CLASSES, "crop_px": [20, 50], **keys.pop("data", {})}
     check.check_data(validate_config({"name": "x", "data": data, "loss": DICE, **keys}), as_json=True)
-    found: list[str] = json.loads(capsys.readouterr().out)["advice"]
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert [*report["class_weights"]] == [*RULES][: 3 * (num > 0)]
+    return list(report["advice"])
 
 
 SOME = {"model": {"weights_backbone": "DEFAULT"}}
@@ -59,6 +61,7 @@ SOME = {"model": {"weights_backbone": "DEFAULT"}}
         ({0: 499, 1: 492, 2: 9}, {**SOME, "loss": {**DICE, "class_weights": "enet"}}, []),
         ({0: 499, 1: 492, 2: 9}, {**SOME, "data": {"sampling": "class-balanced"}}, []),
         ({0: 499, 1: 492, 2: 9}, {**SOME, "loss": {"name": "ce"}}, []),  # a finding instead
+        ({1: 492, 2: 508}, SOME, []),
     ],
 )
 def test_advice_for_masks(tmp_path, capsys, shares, keys, words):

@@ -95,27 +95,39 @@ def test_segapp_that_is_not_installed_is_a_warning(monkeypatch):
     assert (only.name, only.state) == ("segapp", "warning")
 
 
-def fake_torch(folder: Path, body: str) -> Path:
+def fake_torch(folder: Path, body: str, torchvision: str = "") -> Path:
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text(body)
+    (folder / "torchvision.py").write_text(torchvision)
     return folder
 
 
+SOUND = """
+from types import SimpleNamespace as Fake
+__version__, version, get_num_threads = "9.1", Fake(cuda=None, hip="7"), lambda: 3
+ones = lambda count: Fake(sum=lambda: count)
+"""
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
 @pytest.mark.parametrize(
-    ("body", "error"),
+    ("bodies", "error"),
     [
-        ("raise ImportError('libcudart.so.13: cannot open shared object file')", "ImportError: libcudart"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
-        ("import os, sys; print('no space', file=sys.stderr, flush=True); os._exit(3)", "exit status 3: no space"),
-        ("import time; time.sleep(1000)", "no answer within 2 s"),
+        (["raise ImportError('libcudart.so.13: cannot open shared object file')"], "ImportError: libcudart"),
+        ([SOUND, CRASH], "exit status -11"),
+        (["import os, sys; print('no space', file=sys.stderr, flush=True); os._exit(3)"], "exit status 3: no space"),
+        (["import time; time.sleep(1000)"], "no answer within 2 s"),
     ],
+    ids=["raises", "crashes", "exits", "hangs"],
 )
-def test_a_broken_torch_is_reported(tmp_path, monkeypatch, body, error):
-    monkeypatch.syspath_prepend(fake_torch(tmp_path, body))
-    findings = check_imports(2.0 if "sleep" in body else 60.0)
-    assert missing(findings) == ["torch"] == [finding.name for finding in findings]
-    assert error in findings[0].found
-    assert findings[0].fix.endswith("--reinstall torch torchvision")
+def test_a_broken_torch_is_reported(tmp_path, monkeypatch, bodies, error):
+    monkeypatch.syspath_prepend(fake_torch(tmp_path, *bodies))
+    *works, broken = check_imports(2.0 if "sleep" in bodies[0] else 60.0)
+    assert [(each.name, each.state) for each in works] == [("torch", "ok"), ("threads", "ok")][: 2 * len(bodies) - 2]
+    assert [each.found.split(";")[0] for each in works[1:]] == ["3 for a training on the CPU"][: len(works) - 1]
+    assert missing([*works, broken]) == [broken.name] == [["torch", "torchvision"][len(bodies) - 1]]
+    assert error in broken.found
+    assert broken.fix.endswith("--reinstall torch torchvision")
 
 
 def raised(error: Exception) -> Callable[..., Any]:
@@ -125,16 +137,26 @@ def raised(error: Exception) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize(("name", "is_required"), [("torchvision", True), ("trainer", True), ("triton", False)])
-def test_a_failing_import_says_what_it_affects(monkeypatch, capsys, name, is_required):
-    monkeypatch.setattr(module, "IMPORTS", {name: raised(RuntimeError("operator torchvision::nms does not exist"))})
+def test_a_failing_import_says_what_it_affects(monkeypatch, capsys):
+    """If torch cannot be imported, the others are not tried."""
+    fails = raised(RuntimeError("operator torchvision::nms does not exist"))
+    torch_found = [Diagnosis("torch", "ok", "9.1", True), Diagnosis("threads", "missing", "none")]
+    tries = {"torch": lambda: torch_found, "torchvision": fails, "trainer": fails, "triton": fails, "cuda": fails}
+    monkeypatch.setattr(module, "IMPORTS", tries)
     try_imports()
-    ((line,),) = [json.loads(line.partition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line]
-    finding = Diagnosis(*line)
-    assert finding.found == "cannot be imported: RuntimeError: operator torchvision::nms does not exist"
-    assert finding.is_required == is_required
-    assert ("torch torchvision" in finding.fix) == (name == "torchvision")
-    assert ("triton" in finding.fix) == (name == "triton")
+    lines = [json.loads(line.partition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[0] == [[*each] for each in torch_found]
+    findings = [Diagnosis(*values) for (values,) in lines[1:]]
+    assert {each.found for each in findings} == {
+        "cannot be imported: RuntimeError: operator torchvision::nms does not exist"
+    }
+    wanted = [("torchvision", "torch torchvision"), ("trainer", "what this error names"), ("triton", "triton"),
+              ("cuda", "restart the machine")]  # fmt: skip
+    assert [(each.name, each.fix[-len(end) :]) for each, (_, end) in zip(findings, wanted, strict=True)] == wanted
+    assert missing(findings) == ["torchvision", "trainer"]
+    monkeypatch.setattr(module, "IMPORTS", {**tries, "torch": fails})
+    try_imports()
+    assert capsys.readouterr().out.count("cannot be imported") == 1
 
 
 @pytest.fixture
@@ -148,7 +170,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_driver_that_is_too_old_is_named(no_gpu, tmp_path):
     smi_of(tmp_path, FOUR, no_gpu)
-    no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn("The driver is\ntoo old", stacklevel=1)))
+    no_gpu.setattr(torch.cuda, "is_available", lambda: any(map(warnings.warn, ("The driver is\ntoo old", "another"))))
     finding = found(module._cuda(), "cuda")
     assert finding.found == "The driver is too old"
     assert "newer NVIDIA driver" in finding.fix
@@ -177,13 +199,6 @@ def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu, tmp_path):
     no_gpu.setenv("PATH", "")
     finding = found(module._cuda(), "cuda")
     assert (finding.found, finding.fix) == ("no GPU: training runs on the CPU", "")
-
-
-def test_threads_of_a_training_on_the_cpu_are_named(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    threads = {each.name: each.found for each in module.IMPORTS["torch"]()}["threads"]
-    assert threads.startswith("7 for a training on the CPU; OMP_WAIT_POLICY: ACTIVE")
 
 
 def test_each_gpu_is_tried(no_gpu):

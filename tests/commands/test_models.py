@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from segapp.commands.models import ModelName, all_names, matching_names, measure_model, print_models
+from segapp.commands import models as module
+from segapp.commands.models import ModelName, all_names, matching_names, print_models
 from segapp.errors import ConfigError
 from segapp.models import build_model
+
+LISTED = [
+    ModelName("torchvision", "deeplabv3_resnet50"),
+    ModelName("torchvision", "lraspp", "mobilenet_v3_small"),
+    ModelName("smp", "Linknet", "tu-test_resnet"),
+    ModelName("segapp", "eomt"),
+    ModelName("smp", "Linknet", "resnet188"),
+    *(ModelName("smp", "Unet", f"resnet{depth}") for depth in (18, 34, 50, 101, 152)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -18,37 +28,54 @@ def _no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten names, of which one is no network, in place of all."""
+    monkeypatch.setattr(module, "all_names", lambda: LISTED)
+
+
 def test_names_are_of_all_libraries():
-    assert {name.library for name in all_names()} == {"torchvision", "segapp", "smp"}
-    assert ModelName("smp", "Unet", "tu-convnext_atto") in all_names()
-    assert ModelName("torchvision", "deeplabv3_resnet50") in all_names()
+    names = all_names()
+    assert {name.library for name in names} == {"torchvision", "segapp", "smp"}
+    assert {*LISTED} - {*names} == {ModelName("segapp", "eomt"), ModelName("smp", "Linknet", "resnet188")}
+    assert ModelName("smp", "Unet", "tu-convnext_atto") in names
 
 
-@pytest.mark.slow
-def test_pattern_is_a_part_or_a_glob():
+@pytest.mark.usefixtures("few")
+def test_pattern_is_a_part_or_a_glob(capsys, monkeypatch):
     assert [name.label for name in matching_names("smp/unet/resnet18")] == ["smp/Unet/resnet18"]
-    assert {name.encoder for name in matching_names("smp/*/tu-convnext_att*")} >= {"tu-convnext_atto"}
-    with pytest.raises(ConfigError, match=r"'resnet188' matches no model: did you mean .*resnet18"):
-        matching_names("resnet188")
+    assert [name.encoder for name in matching_names("smp/*/*t188")] == ["resnet188"]
+    with pytest.raises(ConfigError, match=r"'resnet33' matches no model: did you mean .*resnet34"):
+        matching_names("resnet33")
+    monkeypatch.setattr(module, "MAX_ROWS", 3)
+    print_models(None, "64x96", as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "torchvision: 1, such as deeplabv3_resnet50",
+        "torchvision/lraspp: 1, such as mobilenet_v3_small",
+        "smp/Linknet: 2, such as tu-test_resnet, resnet188",
+        "segapp: 1, such as eomt",
+        "smp/Unet: 5, such as resnet18, resnet34, resnet50, resnet101",
+        "10 models match; more is shown of 3 or fewer: give a pattern, e.g. smp/Unet/resnet34",
+    ]
+    print_models("smp", "64x96", as_json=True)
+    assert [each["encoder"] for each in json.loads(capsys.readouterr().out)] == [
+        name.encoder for name in LISTED if name.library == "smp"
+    ]
 
 
-@pytest.mark.slow
-def test_figures_are_those_of_the_network():
-    facts = measure_model(ModelName("torchvision", "fcn", "resnet18"), (64, 96))
-    model = build_model("torchvision", "fcn", 19, encoder="resnet18")
-    assert facts["problem"] is None
-    assert facts["num_params"] == sum(parameter.numel() for parameter in model.parameters())
-    assert (facts["size_px"], facts["stride"]) == ((64, 96), model.logits_stride)
-
-
+@pytest.mark.usefixtures("few")
 def test_table_and_json_show_the_same(capsys):
-    print_models("torchvision/lraspp/mobilenet_v3_*", "64x96", as_json=True)
+    print_models("*/L*", "64x93", as_json=True)
     facts = json.loads(capsys.readouterr().out)
-    print_models("torchvision/lraspp/mobilenet_v3_*", "64x96", as_json=False)
-    header, *rows = capsys.readouterr().out.splitlines()
+    assert [(each["size_px"], each["stride"]) for each in facts] == [([64, 96], 8), ([64, 96], 1), (None, 0)]
+    model = build_model("smp", "Linknet", 19, encoder="tu-test_resnet")
+    assert facts[1]["num_params"] == sum(parameter.numel() for parameter in model.parameters())
+    print_models("*/L*", "64x93", as_json=False)
+    header, *rows, broken = capsys.readouterr().out.splitlines()
     assert header.split() == ["NETWORK", "PARAMETERS", "SIZE", "STRIDE"]
-    assert {each["label"].rpartition("_")[2] for each in facts} == {"small", "large"}
-    for row, each in zip(rows, facts, strict=True):
-        assert row.split() == [each["label"], f"{each['num_params'] / 1e6:.1f}", "M", "64x96", str(each["stride"])]
+    for row, each in zip(rows, facts[:2], strict=True):
+        size = "x".join(map(str, each["size_px"]))
+        assert row.split() == [each["label"], f"{each['num_params'] / 1e6:.1f}", "M", size, str(each["stride"])]
+    assert " ".join(broken.split()).startswith(f"smp/Linknet/resnet188 - - {facts[2]['problem'][:20]}")
     with pytest.raises(ConfigError, match="--size 64: write HEIGHTxWIDTH"):
         print_models(None, "64", as_json=False)

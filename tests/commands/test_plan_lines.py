@@ -4,17 +4,9 @@ import json
 
 import pytest
 
-from segapp.commands.plan import gpu_lines, plan_lines, split_table
+from segapp.commands.plan import gpu_lines, plan_as_json, plan_lines, split_table
 from segapp.memory.peaks import Line, PlannedPeaks
-from segapp.memory.plan import (
-    Fit,
-    GpuSpec,
-    MemoryPlan,
-    OverheadEstimate,
-    Planner,
-    SavedMemoryPlan,
-    read_saved_plan,
-)
+from segapp.memory.plan import Fit, GpuSpec, MemoryPlan, OverheadEstimate, Planner, SavedMemoryPlan, read_saved_plan
 from tests.support.device_lines import device_lines
 
 
@@ -32,7 +24,8 @@ def plan_of_two(slope=1000.0, **fields):
         (device_lines(backward=Line(800.0, slope)),),
         device_lines(step=Line(400.0)),
     )
-    own = Planner(memory, (GpuSpec(10_000.0),) * 2, OverheadEstimate((500.0, 700.0)))
+    gpus = GpuSpec(10_000.0, "GPU 0"), GpuSpec(9_000.0, "GPU 1")
+    own = Planner(memory, gpus, OverheadEstimate((500.0, 700.0)))
     rows, _ = own.rows(2)
     return MemoryPlan("x", "dp", 2, own.gpus, memory, own.overhead, rows, current=rows[2], **fields)
 
@@ -47,20 +40,18 @@ def test_gpu_is_over_only_if_it_lacks_memory(total_mib, end):
 
 def test_each_gpu_is_shown_at_the_phase_of_its_own_peak():
     plan = plan_of_two()
-    ends = [line.partition(" of 10000 MiB, ")[2] for line in gpu_lines(plan, plan.rows[0])[1::2]]
-    assert ends == ["step, +9079 free", "backward, +6353 free"]
+    ends = [line.partition(" of ")[2] for line in gpu_lines(plan, plan.rows[0])[1::2]]
+    assert ends == ["10000 MiB, step, +9079 free", "9000 MiB, backward, +5353 free"]
 
 
 def test_plan_names_its_batch_its_gpus_and_its_overhead():
     lines = plan_lines(plan_of_two(notes=("a note",)))
-    assert lines[:2] == ["x: batch 2 on 2 GPUs (10000, 10000 MiB), mode dp", "a note"]
-    # 500 + 2000 / 0.95 and 700 + 1800 / 0.95, of 10000
-    assert (
-        "best for batch 2: gpu0_bsz 1, split 1+1, fullest GPU 26 % with its overhead (ok; tensors only: "
-        in "\n".join(lines)
-    )
+    assert lines[:2] == ["x: batch 2 on 2 GPUs (10000, 9000 MiB), mode dp", "a note"]
+    # 500 + 2000 / 0.95 of 10000, and 700 + 1800 / 0.95 of 9000
+    best = "best for batch 2: gpu0_bsz 1, split 1+1, fullest GPU 29 % with its overhead (ok; tensors only: "
+    assert best in "\n".join(lines)
     assert "largest batch that fits: none, not even 1" in lines
-    assert ("overhead (assumed): 500/700 MiB per GPU for driver, context and libraries, 5 % for the allocator") in lines
+    assert "overhead (assumed): 500/700 MiB per GPU for driver, context and libraries, 5 % for the allocator" in lines
     first_gpu = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
     assert first_gpu in lines
     assert not any("ring" in line for line in lines)
@@ -69,10 +60,8 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
     single = plan_lines(plan_of_one(200.0))
     assert first_gpu not in single
     assert single[0] == "x: batch 1 on 1 GPU (200 MiB), mode single"
-    assert any(
-        line.startswith("best for batch 1: split 1, fullest GPU 55 % with its overhead (ok; tensors only: ")
-        for line in single
-    )
+    best = "best for batch 1: split 1, fullest GPU 55 % with its overhead (ok; tensors only: "
+    assert any(line.startswith(best) for line in single)
 
 
 def test_largest_batch_is_given_with_its_split():
@@ -85,15 +74,21 @@ def test_largest_batch_is_given_with_its_split():
 
 
 def test_split_table_marks_rows_and_groups_refused_values():
-    reason = "gpu0_bsz={} leaves 1 sample, too few for BatchNorm"
-    lines = split_table(plan_of_two(refused=tuple((value, reason.format(value)) for value in (3, 5))))
+    few, none = "leaves 1 sample, too few for BatchNorm", "leaves no sample"
+    refused = [(3, f"gpu0_bsz=3 {few}"), (9, f"gpu0_bsz=9 {none}"), (5, f"gpu0_bsz=5 {few}")]
+    plan = plan_of_two(refused=tuple(refused))
+    lines = split_table(plan)
     assert [line.split() for line in lines[:4]] == [
         ["gpu0_bsz", "split", "GPU", "0", "MiB", "GPU", "1", "MiB", "verdict"],
         ["0", "0+2", "921", "step", "3647", "backward", "ok"],
         ["1", "1+1", "2605", "backward", "2595", "backward", "ok", "<-", "best"],
         ["2", "2+0", "3658", "backward", "700", "idle", "ok", "<-", "config"],
     ]
-    assert lines[4:] == ["gpu0_bsz 3, 5 refused: leaves 1 sample, too few for BatchNorm"]
+    assert lines[4:] == [f"gpu0_bsz 3, 5 refused: {few}", f"gpu0_bsz 9 refused: {none}"]
+    found = plan_as_json(plan)
+    assert found["gpus_mib"] == [10_000, 9_000]
+    assert [(row["gpu0_bsz"], row["split"]) for row in found["rows"]] == [(0, (0, 2)), (1, (1, 1)), (2, (2, 0))]
+    assert [(each["gpu0_bsz"], each["reason"]) for each in found["refused"]] == refused
 
 
 def test_saved_plan_by_hand_and_read_again(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from segapp.__main__ import main
 from segapp.commands.runs import requeue_code
 from segapp.run.events import EventWriter, RunEnd, RunStart
 from segapp.run.folder import RunFolder
@@ -56,25 +55,17 @@ def fields(end: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in end.items() if name != "type"}
 
 
-def requeue(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["status", words[0], "--requeue-code", *words[1:]])
-    return int(ended.value.code or 0)
-
-
-def test_command_reads_the_end_of_the_last_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reads_the_end_of_the_last_start(tmp_path: Path, command: Any) -> None:
     start = RunStart(classes=["a"], num_params=7, batch_size=4, epochs=2, steps_per_epoch=3, devices=["cpu"])
     folder = RunFolder.create(path=tmp_path / "run")
-    assert requeue(str(folder.path), "3") == 3, "it failed before the run began"
+    requeue = "status", folder.path, "--requeue-code"
+    assert command(*requeue, 3)[0] == 3, "it failed before the run began"
     folder.write_info()
-    capsys.readouterr()
     with EventWriter(folder.events) as writer:
         writer.write(start)
         writer.write(RunEnd(status="stopped", step=5, **fields(SIGNAL)))
-        assert requeue(str(folder.path), "75") == 75
-        assert capsys.readouterr().err == "requeue, exit code 75: SIGTERM: a checkpoint was saved\n"
+        assert command(*requeue, 75)[::2] == (75, "requeue, exit code 75: SIGTERM: a checkpoint was saved\n")
         writer.write(start)
-        assert requeue(str(folder.path), "75") == 1, "killed, without a checkpoint"
+        assert command(*requeue, 75)[0] == 1, "killed, without a checkpoint"
         writer.write(RunEnd(status="stopped", step=9, **fields(COMMAND)))
-        assert requeue(str(folder.path), "75") == 0
-    assert capsys.readouterr().err.endswith("no requeue, exit code 0: asked to stop: a checkpoint was saved\n")
+        assert command(*requeue, 75)[::2] == (0, "no requeue, exit code 0: asked to stop: a checkpoint was saved\n")

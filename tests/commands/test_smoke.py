@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.__main__ import main
 from segapp.commands.smoke import Measured, estimate_full_run, measure, report_lines
 from segapp.config import dump_config, validate_config
 from tests.support.runs import events, merged, segapp, train
@@ -25,7 +24,7 @@ MEASURED = Measured(
     checkpoint_bytes=1000,
     step_bytes=340,
     samples_bytes=5000,
-    peak_mib={"cpu": 900.0},
+    peak_mib={"cuda:0": 900.0, "cuda:1": 812.0},
     resumed_step=4,
 )
 
@@ -82,7 +81,8 @@ def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * size)
     (tmp_path / "run" / "events.jsonl").write_text(text)
-    found = measure(tmp_path, [torch.device("cpu")])
+    found = measure(tmp_path, [torch.device("cpu"), torch.device("cpu:0")])
+    assert [*found.peak_mib] == ["cpu", "cpu:0"]
     assert (found.samples_bytes, found.step_bytes) == (30, (len(text) + 70) / 7)
     assert (found.eval_image_s, found.checkpoint_bytes, found.copy_s, found.save_s) == (0.5, 14, 4, 6)
 
@@ -93,20 +93,17 @@ def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None
         (("--smoke", "data.root=nowhere"), 3, "data root nowhere does not exist"),
         (("--smoke", "--resume"), 2, "--smoke tries a new training"),
         (("--smoke", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"), 2, "--smoke runs in one process"),
-        (("--smoke", "model.weights=gone.pt"), 4, "no file gone.pt"),
+        (("--smoke", "--run", "there/deep/run", "model.weights=gone.pt"), 4, "no file gone.pt"),
         (("--smoke", "data.crop_px=[400,400]"), 2, "of every crop is padding"),
         (("--json",), 2, "--json belongs to --smoke"),
     ],
 )
 def test_smoke_of_failing_config_fails_alike_and_leaves_no_file(
-    words: tuple[str, ...], code: int, message: str, tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], code: int, message: str, tiny: dict[str, Any], command: Any
 ) -> None:
     Path("tiny.yaml").write_text(dump_config(validate_config(tiny)))
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--config", "tiny.yaml", *words])
-    printed = capsys.readouterr()
-    assert ended.value.code == code, printed.err
-    assert message in printed.err
+    found, _, said = command("train", "--config", "tiny.yaml", *words)
+    assert (found, message in said) == (code, True), said
     assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
 
 
@@ -133,4 +130,5 @@ def test_smoke_totals_of_a_whole_run_by_hand(tiny: dict[str, Any]) -> None:
     assert found["records_bytes"] == (5 + 10) * 340 + 3 * 5000
     lines = report_lines(config, MEASURED, found)
     assert "50 steps, 3 evaluations of 6 images" in lines[2]
+    assert lines[4].startswith("  memory  cuda:0 900 MiB, cuda:1 812 MiB at most; data.cache = auto may add")
     assert lines[-1] == "  the disk is too small: lower checkpoint.keep, or choose another folder with --run"

@@ -189,7 +189,8 @@ def test_folds_are_repetitions_and_other_names_are_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match="--config FILE is missing"):
         plan_sweep(["seed=0,1"], [])
     Path("runs/tiny-sweep").mkdir(parents=True)
-    Path("runs/tiny-sweep/notes.txt").write_text("mine")
+    for name in ("notes.txt", "more.txt"):
+        Path("runs/tiny-sweep", name).write_text("mine")
     with pytest.raises(ConfigError, match="exists and is not a sweep"):
         plan_sweep(["seed=0,1"], ["tiny.yaml"])
 
@@ -250,19 +251,20 @@ def test_jobs_share_the_gpus_and_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_table_has_the_mean_of_each_setting(place: Path) -> None:
     """Against `statistics`; a run that has not begun is not counted, and an absent class is not in the mean."""
-    _, runs = plan_sweep(["optim.lr=0.1,0.2,0.3", "seed=0..2"], ["tiny.yaml"])
-    mious = {(lr, seed): 0.2 + lr + 0.01 * seed**2 for lr in (0.1, 0.2) for seed in (0, 1, 2)}
+    _, runs = plan_sweep(["optim.lr=0.1,0.2", "optim.weight_decay=0.5,0.25", "seed=0..2"], ["tiny.yaml"])
+    best = [(0.2, 0.5), (0.2, 0.25), (0.1, 0.5)]
+    mious = {(lr, decay, seed): 0.2 + lr + decay / 10 + 0.01 * seed**2 for lr, decay in best for seed in (0, 1, 2)}
     for run in runs:
-        if (miou := mious.get((run.settings["optim.lr"], run.settings["seed"]))) is not None:
+        if (miou := mious.get((*run.settings.values(),))) is not None:
             recorded(run, miou)
     lines = setting_lines(runs)
-    assert lines[0].split() == ["optim.lr", "RUNS", "BEST", "MIOU"]
-    for line, lr in zip(lines[1:3], (0.2, 0.1), strict=True):
-        values = [mious[lr, seed] for seed in (0, 1, 2)]
+    assert lines[0].split() == ["optim.lr", "optim.weight_decay", "RUNS", "BEST", "MIOU"]
+    for line, (lr, decay) in zip(lines[1:4], best, strict=True):
+        values = [mious[lr, decay, seed] for seed in (0, 1, 2)]
         mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f} (1/2)"
-        assert " ".join(line.split()) == f"{lr} 3 of 3 {mean}"
-    assert lines[3].split() == ["0.3", "0", "of", "3", "-"]
-    assert setting_lines(runs[:1])[1].split()[:6] == ["all", "runs", "1", "of", "1", "0.3000"]
+        assert " ".join(line.split()) == f"{lr} {decay} 3 of 3 {mean}"
+    assert lines[4].split() == ["0.1", "0.25", "0", "of", "3", "-"]
+    assert setting_lines(runs[:1])[1].split()[:6] == ["all", "runs", "1", "of", "1", "0.3500"]
 
 
 def recorded(run: SweepRun, miou: float) -> None:
@@ -365,8 +367,7 @@ def test_failed_run_leaves_the_others_and_is_tried_again(place: Path, tiny_root:
     again = process(place, *words).finish()
     assert again.returncode == 0, again.stdout
     assert "2 runs, 1 to train" in again.stdout
-    runs = runs_of("tiny-sweep")
-    assert [run_state(Path(run)) for run in runs] == ["finished"] * 2
+    assert [run_state(Path(run)) for run in runs_of("tiny-sweep")] == ["finished"] * 2
 
 
 def test_sweep_of_folds_and_seeds_is_one_model(place: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import segapp
 import segapp.custom.sources as sources
 import segapp.custom.trust as trust
-from segapp.__main__ import main
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.commands.suspects import judge_masks
 from segapp.config import RunConfig
@@ -205,7 +204,7 @@ def test_resume_takes_the_copy_of_a_missing_file(
 
 
 def test_trust_is_asked_for_what_a_command_uses(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     write("file", 1)
     parts = "tests.support.own_parts"
@@ -232,12 +231,10 @@ def test_trust_is_asked_for_what_a_command_uses(
         "suspects RUN": {model, data},
     }
     Path("image.png").touch()
-    for command, asked in commands.items():
-        with pytest.raises(SystemExit, match=r"^2$"):
-            main(command.replace("RUN", str(run)).split())
-        said = capsys.readouterr().err
+    for words, asked in commands.items():
+        code, _, said = command(*words.replace("RUN", str(run)).split())
         found = {part for part in (model, data, loss, "Flip", "optim.name", "schedule.name") if part in said}
-        assert found == asked, (command, said)
+        assert (code, found) == (2, asked), (words, said)
     with trusting(True):
         segapp.load(run)
     segapp.load(run)

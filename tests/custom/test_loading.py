@@ -50,7 +50,7 @@ def test_module_of_the_current_folder_is_imported(folder: Path) -> None:
 
 
 FILES = {
-    "nets/own_file.py": "import blocks_of_file.conv.small as small\nclass Net: width = small.WIDTH\n"
+    "nets/own_file.py": "import blocks_of_file.conv.small as small\nclass Net:\n    class Wide: width = small.WIDTH\n"
     "def late():\n    from late_of_file import DEPTH\n    return DEPTH",
     "nets/helper_of_file.py": "WIDTH = 4",
     "nets/blocks_of_file/__init__.py": "from .conv import *",
@@ -73,7 +73,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 def test_file_may_import_its_neighbors_at_any_time(folder: Path) -> None:
     """Also from packages, with and without `__init__.py`, and in a function; installed modules come first."""
     write(folder, FILES)
-    assert load_part("nets/own_file.py:Net", "model.name").width == 4
+    assert load_part("nets/own_file.py:Net.Wide", "model.name").width == 4
     assert load_part("nets/own_file.py:late", "model.name")() == 3
     (folder / "nets" / "blocks_of_file" / "planted.py").touch()
     for name in ("unused_of_file", "blocks_of_file.planted", "blocks_of_file.conv.planted"):
@@ -134,10 +134,18 @@ def test_factory_gets_only_what_it_takes(folder: Path) -> None:
     assert build_part("own_offers:make", "loss.name", {"width": 2}, 7, offered={"ignore_index": 255}) == (7, 2)
 
 
-def test_failing_factory_is_a_config_error(folder: Path) -> None:
-    (folder / "own_failing.py").write_text("def make():\n    raise ValueError('no width')")
-    with pytest.raises(ConfigError, match=r"creating it fails with ValueError: no width \(own_failing.py, line 2\)"):
-        build_part("own_failing:make", "model.name", {})
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no width')", "ValueError: no width"),
+        ("assert num_classes < 2", "AssertionError: assert num_classes < 2"),
+    ],
+)
+def test_failing_factory_is_a_config_error(folder: Path, body: str, message: str) -> None:
+    name = f"own_failing_{body[0]}"
+    (folder / f"{name}.py").write_text(f"def make(num_classes):\n    {body}")
+    with pytest.raises(ConfigError, match=rf"creating it fails with {message} \({name}.py, line 2\)"):
+        build_part(f"{name}:make", "model.name", {}, offered={"num_classes": 3})
 
 
 # --- the contracts name the arguments that segapp gives

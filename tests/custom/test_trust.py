@@ -37,7 +37,7 @@ from neighbor_of_it import Plain
 
 Path({marker!r}).touch()
 
-def Net(num_classes, width=4):
+def Net(num_classes, width=4, zoom=1):
     return Plain(num_classes, width)
 """
 
@@ -55,7 +55,7 @@ def project(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder.mkdir()
     (folder / "net_of_it.py").write_text(FILE.format(marker=str(tmp_path / "marker")))
     (folder / "neighbor_of_it.py").write_text("from tests.support.own_parts import Net as Plain")
-    write(folder / "run.yaml", tiny, library="python", name="./net_of_it.py:Net", options={"width": 4})
+    write(folder / "run.yaml", tiny, library="python", name="./net_of_it.py:Net", options={"width": 4, "zoom": 2})
     monkeypatch.chdir(folder)
     return folder
 
@@ -121,7 +121,7 @@ def test_command_without_a_terminal_refuses_a_strangers_code(
     said = capfd.readouterr().err
     assert ended.value.code == 2, said
     assert "names code that would run: " in said
-    assert ("net_of_it.py:Net(width=4)" if kind == "file" else "subprocess:getoutput(cmd=") in said
+    assert ("net_of_it.py:Net(width=4, zoom=2)" if kind == "file" else "subprocess:getoutput(cmd=") in said
     assert "add --trust-parts" in said
     assert not (tmp_path / "marker").exists()
     assert not (project / "runs").exists()
@@ -134,7 +134,7 @@ def test_terminal_asks_once_and_the_record_answers_afterwards(project: Path, tmp
         assert not marker.exists()
         with terminal(*words, cwd=project) as screen:
             screen.wait_for("Run it? [y/N]")
-            assert b"model.name = net_of_it.py:Net(width=4)" in screen.output
+            assert b"model.name = net_of_it.py:Net(width=4, zoom=2)" in screen.output
             files = f"{project / 'net_of_it.py'} with neighbor_of_it.py\r\n"
             assert files.replace("\r\n", "").encode() in screen.output.replace(b"\r\n", b"")
             screen.type(answer)

@@ -112,16 +112,18 @@ def test_quotients_are_exact_where_division_truncates(is_used_twice):
 
 
 def test_values_are_scaled_by_hand_and_missing_ones_are_lowest():
+    """In images of 7 x 10 px, which are padded to multiples of 4."""
     model = SmallNet().double().eval()
     ranges = ((-50.0, 150.0), (0.0, 4000.0), (0.25, 0.75))
     low, high = np.array(ranges).T
-    images = np.random.default_rng(0).uniform(low - 0.1 * (high - low), high + 0.1 * (high - low), (2, 8, 12, 3))
-    images[0, 2, 3, 1] = images[1, 7, 0] = np.nan
+    images = np.random.default_rng(0).uniform(low - 0.1 * (high - low), high + 0.1 * (high - low), (2, 7, 10, 3))
+    images[0, 2, 3, 1] = images[1, 6, 0] = np.nan
     info = info_of(model)
     values = np.clip(np.where(np.isnan(images), 0, (images - low) / (high - low)), 0, 1)
     normalized = torch.from_numpy((values - info.mean) / info.std).permute(0, 3, 1, 2)
     with torch.no_grad():
-        expected = F.interpolate(model(normalized)[0], (8, 12), mode="bilinear", align_corners=True)
+        logits = model(F.pad(normalized, (0, 2, 0, 1)))[0]
+        expected = F.interpolate(logits, (8, 12), mode="bilinear", align_corners=True)[..., :7, :10]
     pixels = PixelFormat((1, 2, 3), "float32", ranges, info.mean, info.std)
     found = ExportNetwork(model, Preprocessing(pixels))(torch.from_numpy(images).float())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import Batch
 from segapp.datasets.preprocessing import Preprocessing
+from segapp.inference import drawing
 from segapp.inference.drawing import draw_batch
 
 PALETTE = ((200, 40, 0), (20, 60, 220), (90, 255, 10))
@@ -80,13 +81,15 @@ def test_sets_of_classes_have_mean_colors_or_none() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("count", "size"), [(11, (900, 640)), (8, (701, 1403)), (5, (3000, 500)), (1, (2100, 1100)), (2, (400, 5001))]
+    ("count", "size"), [(11, (450, 320)), (8, (350, 701)), (5, (1500, 250)), (1, (1050, 550)), (2, (200, 2501))]
 )
-def test_large_batch_is_reduced_to_two_megapixels(count: int, size: tuple[int, int]) -> None:
+def test_large_batch_is_reduced(count: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The gray samples are in order, in the shape of their crop; there are at most eight."""
+    assert drawing.MAX_BATCH_PX == 2e6
+    monkeypatch.setattr(drawing, "MAX_BATCH_PX", drawing.MAX_BATCH_PX / 4)
     images = np.stack([np.full((3, *size), 20 * i, np.uint8) for i in range(count)])
     picture = drawn(images, np.full((count, *size), 0, np.int32), SETS)[..., 0]
-    assert 1.8e6 < picture.size <= 2e6
+    assert 0.45e6 < picture.size <= 0.5e6
     places = [np.argwhere(picture == 20 * i) for i in range(min(count, 8))]
     assert sum(map(len, places)) + (picture == 255).sum() == picture.size
     starts = [tuple(place.min(0)) for place in places]

@@ -40,7 +40,7 @@ WHOLE = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(weigh
 
 
 class ColorNet(nn.Module):
-    """A network whose logits are weighted colors averaged over 2 x 2 pixels; it accepts multiples of 4.
+    """A network whose logits are weighted colors averaged over 2 x 2 pixels, before others; it accepts multiples of 4.
 
     Out of memory for images of more pixels than its capacity. Every device needs its own copy of its weights.
     """
@@ -64,7 +64,8 @@ class ColorNet(nn.Module):
         if px > self.capacity_px:
             raise torch.OutOfMemoryError("no room")
         self.largest_px = max(self.largest_px, px)
-        return (F.avg_pool2d(images, 2) * 20 * self.factor + self.offset,)
+        logits = F.avg_pool2d(images, 2) * 20 * self.factor + self.offset
+        return logits, logits.flip(1)
 
 
 def batch(height: int, width: int, seed: int) -> Batch:
@@ -152,7 +153,7 @@ def test_views_of_several_scales_are_averaged_by_hand() -> None:
     for scale, flip in itertools.product((0.5, 1.0, 1.5), (False, True)):
         size = int(16 * scale), int(24 * scale)
         seen = F.interpolate(images, size, mode="bilinear", align_corners=False, antialias=scale < 1)
-        (logits,) = ColorNet()(seen.flip(-1) if flip else seen)
+        logits = ColorNet()(seen.flip(-1) if flip else seen)[0]
         full = F.interpolate(logits, (16, 24), mode="bilinear", align_corners=True)
         expected += (full.flip(-1) if flip else full).softmax(1) / 6
     views = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5))

@@ -36,8 +36,8 @@ PADDED = {  # its sides are multiples of 16
 GEOTIFFS = {"bands": [3, 1], "dtype": "float32", "value_range": [[-2, 30], [7, 40]]}
 NODATA = -9999
 KEYS: dict[str, dict[str, Any]] = {
-    "none": {},
     "resize_px": {"data": {"resize_px": [32, 48]}, "loss": {"name": "dice"}},
+    "none": {},
     "resize_px of a padded network": {"data": {"resize_px": [27, 35], "crop_px": [32, 48]}, "model": PADDED},
     "windows": {"eval": {"slide": True, "slide_px": [24, 40]}},
     "resize_px in windows": {"data": {"resize_px": [40, 56]}, "eval": {"slide": True, "slide_px": [24, 40]}},
@@ -124,7 +124,7 @@ def test_one_image_has_one_prediction_in_every_use(
     if "large" in key:
         monkeypatch.setattr("segapp.datasets.images.tiff_tags.LARGE_PX", 1)
     sections = {"model": OWN, **KEYS[key], "data": {"root": str(tmp_path / "data"), **KEYS[key].get("data", {})}}
-    config = merged(tiny, **sections, train={"epochs": 2})
+    config = merged(tiny, **sections, train={"steps": 2})
     assert train(config, tmp_path / "run") == 0
     run, trained = str(tmp_path / "run"), load_trained(str(tmp_path / "run"))
     network, predictor = segapp.load(run, device="cpu"), predictor_of(trained)
@@ -185,7 +185,7 @@ def test_file_of_a_model_of_one_size_takes_this_size(
     encoder = {"encoder": "tu-swin_tiny_patch4_window7_224", "options": {"decoder_channels": [8] * 5, **swin}}
     model = {"library": "smp", "name": "Unet", "aux": False, **encoder}
     data = {"root": str(tmp_path / "data"), "resize_px": [96, 160], "crop_px": [64, 64]}
-    assert train(merged(tiny, data=data, model=model, train={"epochs": 1}), tmp_path / "run") == 0
+    assert train(merged(tiny, data=data, model=model, train={"steps": 1}), tmp_path / "run") == 0
     export_target(str(tmp_path / "run"), tmp_path / "net.onnx", format=None, argmax=False)
     assert "images of 64x64 px only -> logits" in capsys.readouterr().out
     assert open_onnx(tmp_path / "net.onnx")(np.zeros((1, 64, 64, 3), np.uint8)).shape == (1, 3, 64, 64)

@@ -210,8 +210,8 @@ def test_small_polygons_and_holes_are_left_out(tmp_path: Path) -> None:
 def test_options_of_polygons_that_do_not_suit_are_named(
     options: tuple[Any, int, float], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if options[0] == "gpkg":
-        monkeypatch.setitem(sys.modules, "shapely", None)  # as if it were not installed
+    for name in ("shapely", "pyogrio") if options[0] == "gpkg" else ():
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=message):
         parse_polygons(*options)
     assert parse_polygons("coco", 3, 1.5) == PolygonPlan("coco", 3, 1.5)

@@ -35,7 +35,7 @@ NETWORKS: dict[str, tuple[str, str, str, dict[str, Any], int, int]] = {  # strid
     "unet++": ("smp", "UnetPlusPlus", "tu-test_resnet", {}, 1, 32),
     "linknet": ("smp", "Linknet", "tu-test_resnet", {}, 1, 32),
 }
-SIZE, MARGIN = (225, 257), 128
+SIZE, MARGIN = (161, 209), 96
 PREPROCESSING = Preprocessing(PixelFormat(mean=(0.4, 0.6, 0.2), std=(0.3, 0.2, 0.25)))
 
 

@@ -28,6 +28,7 @@ from segapp.commands.suspects import (
 from segapp.config import validate_config
 from segapp.custom.trust import TRUST_VARIABLE
 from segapp.errors import DataError
+from segapp.run.folder import RunFolder
 from tests.support.runs import train
 
 
@@ -133,7 +134,7 @@ def _trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folds(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    """Two runs of a network that knows the colors, each validated on other images, and the wrong pixels of masks."""
+    """A sweep of a network that knows the colors: two folds, and a run that never began; the wrong pixels of masks."""
     root = tmp_path_factory.mktemp("folds")
     for kind in ("images", "masks"):
         (root / kind).mkdir()
@@ -165,6 +166,8 @@ def folds(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
             "log": {"tensorboard": False},
         }  # fmt: skip
         assert train(validate_config(config), root / f"fold{fold}") == 0
+    RunFolder.create(path=root / "begun").write_info()
+    (root / "sweep.json").write_text("{}")
     return root, wrong
 
 
@@ -174,7 +177,7 @@ def test_wrong_regions_of_masks_are_found_and_no_others(
     root, wrong = folds
     runs = [str(root / "fold0"), str(root / "fold1")]
     monkeypatch.setattr(suspects, "MAX_PICTURED", 3)  # a constant: no option sets it
-    write_suspects(runs, split=None, out=root / "out", min_area_px=20)
+    write_suspects([str(root)], split=None, out=root / "out", min_area_px=20)
     rows = json.loads((root / "out" / "suspects.json").read_text())
     assert {row["run"] for row in rows} == set(runs)
     assert {Path(row["mask"]).name for row in rows} == set(wrong)

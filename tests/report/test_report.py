@@ -14,7 +14,6 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.__main__ import main
 from segapp.assembly.data import build_dataset
 from segapp.assembly.trained import TrainedModel, load_trained
 from segapp.errors import ConfigError, RunError, StorageError
@@ -80,18 +79,25 @@ def read(path: Path) -> Page:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_root: Path) -> Path:
-    config = tiny_config(
-        tiny_root,
-        model={"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
-        optim={"name": "adamw", "lr": 0.003},
-        train={"epochs": 2, "batch_size": 3, "ema": None},
-        parallel={"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1},
-        checkpoint={"every_steps": None},
-    )
-    folder = tmp_path_factory.mktemp("report") / "run"
-    assert train(config, folder) == 0
-    return folder
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_root: Path) -> tuple[Path, Path]:
+    """Two runs of one network, the second a shorter one."""
+    root = tmp_path_factory.mktemp("report")
+    for name, epochs in (("run", 2), ("short", 1)):
+        config = tiny_config(
+            tiny_root,
+            model={"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
+            optim={"name": "adamw", "lr": 0.003},
+            train={"epochs": epochs, "batch_size": 3, "ema": None},
+            parallel={"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1},
+            checkpoint={"every_steps": None},
+        )
+        assert train(config, root / name) == 0
+    return root / "run", root / "short"
+
+
+@pytest.fixture(scope="module")
+def trained(both: tuple[Path, Path]) -> Path:
+    return both[0]
 
 
 @pytest.fixture(scope="module")
@@ -272,31 +278,39 @@ def test_comparison_names_the_differing_settings(
 
 
 def test_runs_are_compared_on_the_same_images_with_pictures(
-    trained: Path, model: TrainedModel, dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    both: tuple[Path, Path], model: TrainedModel, dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run and itself have no difference; the mIoU equals the evaluation in training."""
-    found = compare_runs([str(trained), str(trained)], tmp_path / "page.html", num_images=2)
-    same = found["same_images"]
+    names = [str(both[0]), str(both[1]), str(both[0])]
+    found = compare_runs(names, tmp_path / "page.html", num_images=2)
+    same, best = found["same_images"], [run["best_miou"] for run in found["runs"]]
     assert (same["num_images"], same["num_left_out"], same["split"]) == (len(dataset), 0, "val")
-    assert [run["miou"] for run in same["runs"]] == [pytest.approx(found["runs"][0]["best_miou"], abs=1e-6)] * 2
-    assert same["runs"][1]["difference"] == 0.0
-    assert same["images"][0]["effects"] == [0.0]
+    assert [run["miou"] for run in same["runs"]] == pytest.approx(best, abs=1e-6)
+    assert [run["difference"] for run in same["runs"][1:]] == [pytest.approx(best[1] - best[0], abs=1e-6), 0.0]
+    assert best[1] != best[0]
+    assert [image["effects"][1] for image in same["images"]] == [0.0, 0.0]
     train_names = {
         pair.name for pair in build_dataset(model.config.data, model.scheme, "train", is_training=False, seed=0).pairs
     }
-    of_train = compare_runs([str(trained), str(trained)], split="train", num_images=99)["same_images"]
+    of_train = compare_runs(names[::2], split="train", num_images=99)["same_images"]
     assert (of_train["split"], {image["name"] for image in of_train["images"]}) == ("train", train_names)
     assert "shown" not in same["images"][0]
     page = read(tmp_path / "page.html")
-    assert len([1 for tag, _ in page.tags if tag == "img"]) == 2 * 6
-    percent = f"{100 * found['runs'][0]['best_miou']:.1f} %"
-    assert f"mIoU over {same['num_scored']} classes {percent} {percent} +0.0 " in page.text
+    pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert len(pictures) == 2 * (2 + 2 * 3)
+    for one, other, again in (pictures[1:4], pictures[5:8]):  # predictions, and wrong pixels
+        assert one == again != other
+    percents = [f"{100 * miou:.1f} %" for miou in best]
+    row = f"{percents[0]} {percents[1]} {100 * (best[1] - best[0]):+.1f} {percents[2]} +0.0 "
+    assert f"mIoU over {same['num_scored']} classes {row}" in page.text
     same["runs"][1] |= {"difference": -0.0551, "iou_difference": {"ground": 0.012, "box": None, "disc": -0.3}}
+    same["runs"][2] |= {"difference": 0.25, "iou_difference": {"ground": 0.5, "box": None, "disc": 0.1}}
     capsys.readouterr()
     print_comparison(found)
-    shown = re.findall(r"^(mIoU \(|ground|box|disc).* %  (\S+) *$", capsys.readouterr().out, re.M)
-    assert shown == [("mIoU (", "-5.5"), ("disc", "-30.0"), ("ground", "+1.2")]
-    assert compare_runs([str(trained), str(trained)], has_images=False)["why_not"] == "left out because of --no-images"
+    rows = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    shown = [(row[0].split()[0], *row[3::2]) for row in rows if re.match(r"mIoU \(|ground|box|disc", row[0])]
+    assert shown == [("mIoU", "-5.5", "+25.0"), ("ground", "+1.2", "+50.0"), ("disc", "-30.0", "+10.0")]
+    assert compare_runs(names, has_images=False)["why_not"] == "left out because of --no-images"
 
 
 def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> None:
@@ -349,6 +363,8 @@ def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
     assert points(report.series["lr"]) == [(1, 0.1), (2, 0.2), (3, pytest.approx(0.3)), (4, 0.4), (5, 0.7)]
     assert points(report.series["images_per_s"]) == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0), (5, 70.0)]
     assert report.terms == [f"term{i}" for i in range(16)]
+    page = read(write_report(str(run.folder.path), has_pictures=False)).text
+    assert [f"term{i}" for i in range(20) if f" term{i} " in page] == report.terms
     assert points(report.series["terms.term2"]) == [(1, 2.0), (2, 4.0), (3, 6.0), (4, 8.0), (5, 1.5)]
     assert report.duration_s == pytest.approx(run.clock.now_s - 1_760_000_000.0)
 
@@ -413,31 +429,26 @@ def test_report_lists_changes_of_recomputed_blocks_and_ranks(tmp_path: Path) -> 
     topology = Topology(ranks=1, machines=1, old_ranks=2, old_machines=2)
     run.write(Settings(step=17, topology=topology, reason="without node2 cuda:0"))
     run.train(3)
+    topology = Topology(ranks=3, machines=2, old_ranks=1, old_machines=1)
+    run.write(Settings(step=20, topology=topology, reason="with node3"))
     words = read(write_report(str(run.folder.path), has_pictures=False)).text
     assert "Since step 11: 1·0 of 2 blocks recomputed in the backward pass (out of memory)" in words
     assert "cuda:0: layer1.0 cuda:1: none" in words
     assert "after step 17: 1 rank on 1 machine (before: 2 on 2): without node2 cuda:0" in words
+    assert "after step 20: 3 ranks on 2 machines (before: 1 on 1): with node3" in words
 
 
-def test_report_and_compare_commands_write_what_they_say(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def shown(*words: str, code: int = 0) -> tuple[str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(words))
-        assert (ended.value.code or 0) == code
-        return capsys.readouterr()
-
-    assert "written: page.html" in shown("report", str(trained), "--out", "page.html", "--worst", "1")[0]
-    assert len([1 for tag, _ in read(tmp_path / "page.html").tags if tag == "img"]) == 5  # one image, the first batch
-    shown("report", str(trained), "--out", "page.html", "--no-images")
-    assert "img" not in dict(read(tmp_path / "page.html").tags)
-    words = ["compare", str(trained), str(trained), "--no-images"]
-    assert len(json.loads(shown(*words, "--json")[0])["runs"]) == 2
-    assert "best mIoU" in shown(*words)[0]
-    assert len(shown("report", "nothing", code=2)[1].strip().splitlines()) == 1
+def test_report_and_compare_commands_write_what_they_say(trained: Path, command: Any) -> None:
+    code, out, _ = command("report", trained, "--out", "page.html", "--worst", "1")
+    assert (code, "written: page.html" in out) == (0, True)
+    assert len([1 for tag, _ in read(Path("page.html")).tags if tag == "img"]) == 5  # one image, the first batch
+    assert command("report", trained, "--out", "page.html", "--no-images")[0] == 0
+    assert "img" not in dict(read(Path("page.html")).tags)
+    words = ["compare", trained, trained, "--no-images"]
+    assert len(json.loads(command(*words, "--json")[1])["runs"]) == 2
+    assert "best mIoU" in command(*words)[1]
+    code, _, said = command("report", "nothing")
+    assert (code, len(said.strip().splitlines())) == (2, 1)
 
 
 def test_chart_line_has_the_coordinates_of_its_values() -> None:

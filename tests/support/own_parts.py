@@ -120,9 +120,21 @@ def counting() -> Callable[[int], float]:
     return lambda step: float(calls.append(step) or len(calls))
 
 
-def still(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer that never moves."""
-    return torch.optim.SGD(groups, lr=0.0)
+def sgd_of(change: Callable[[Any, dict[str, Any]], Any]) -> type[torch.optim.SGD]:
+    """Return an optimizer that changes its second group before each step."""
+
+    class Changed(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            self.num_steps = getattr(self, "num_steps", 0) + 1
+            change(self, self.param_groups[1])
+            super().step()
+
+    return Changed
+
+
+HalfStill = sgd_of(lambda _, group: group.update(lr=0.0))
+HalfConstant = sgd_of(lambda _, group: group.update(lr=0.01))
+HalfForgetful = sgd_of(lambda own, group: group["params"][0].grad.mul_(own.num_steps))
 
 
 class ColorNet(nn.Module):
@@ -215,7 +227,7 @@ def net_of(change: Callable[[dict[str, Tensor]], Any], seen: Callable[[Tensor], 
 
 MixingNet = net_of(unchanged, lambda images: images - images.mean(0, keepdim=True))
 NoisyNet = net_of(unchanged, lambda images: images + torch.randn_like(images))  # in evaluation too
-SoftmaxNet = net_of(lambda outputs: outputs["out"].softmax(1))
+SoftmaxNet = net_of(lambda outputs: (outputs["out"].softmax(1), outputs["out"]))
 SigmoidNet = net_of(lambda outputs: outputs["out"].sigmoid())
 LogSoftmaxNet = net_of(lambda outputs: outputs["out"].log_softmax(1))  # a second softmax changes nothing
 ReluNet = net_of(lambda outputs: (outputs["out"] * 0.01).relu())  # within 0 and 1 for usual images, but logits

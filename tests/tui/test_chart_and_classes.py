@@ -31,12 +31,16 @@ def run(tmp_path: Path) -> RecordedRun:
 
 
 def test_every_metric_has_the_values_of_the_events(run: RecordedRun) -> None:
-    run.write(Step(epoch=4, step=61, loss=0.5, lr=0.002, grad_norm=None, images_per_s=40.0, terms={'pi"xel': 0.25}))
+    run.write(
+        Step(
+            epoch=4, step=61, loss=0.5, lr=0.002, grad_norm=None, images_per_s=40.0, terms={'pi"xel': 0.25, "edge": 1.5}
+        )
+    )
     raws = EventReader(run.folder.events).read_raw()
     steps = [raw for raw in raws if raw["type"] == "step"]
     vals = [raw for raw in raws if raw["type"] == "val"]
     view = folded(run)
-    assert metric_names(view) == ["loss", 'term pi"xel', "miou", "pixel_accuracy", "lr", "images_per_s"]
+    assert metric_names(view) == ["loss", 'term pi"xel', "term edge", "miou", "pixel_accuracy", "lr", "images_per_s"]
     for field in ("lr", "grad_norm", "images_per_s"):
         reader = SeriesReader(run.folder.events, field)
         reader.poll()
@@ -81,6 +85,12 @@ def test_keys_go_through_the_metrics_and_back(run: RecordedRun) -> None:
         assert titles == ["Loss", "mIoU", "Pixel accuracy", "Learning rate", "Grad norm", "Images/s", "Loss"]
         await press(app, pilot, "V")
         assert "Images/s" in screen_text(app)
+        await pilot.click("#event-lines")
+        await settle(app, pilot)
+        assert app.pane == "events", "the focus selects the pane that keys act on"
+        await press(app, pilot, "f")
+        assert "4 Events" in screen_text(app)
+        assert "1 Images/s" in screen_text(app).splitlines()[2], "the chart is a tab, not a pane"
 
     run_screen(run, act)
 
@@ -217,15 +227,3 @@ def test_cursor_of_the_classes_stays_in_view(tmp_path: Path) -> None:
         assert f"{name} " in screen_text(app)
 
     run_screen(run, act, (80, 24))
-
-
-def test_focus_selects_the_pane_that_keys_act_on(run: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await pilot.click("#event-lines")
-        await settle(app, pilot)
-        assert app.pane == "events"
-        await press(app, pilot, "f")
-        assert "4 Events" in screen_text(app)
-        assert "1 Loss" in screen_text(app).splitlines()[2], "the chart is a tab, not a pane"
-
-    run_screen(run, act)

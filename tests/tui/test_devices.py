@@ -117,12 +117,16 @@ def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
     EventFold(view).add([{**change.model_dump(), "t": 60.0}])
     assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).splitlines()[0] == "2 of 2 blocks recomputed"
     assert len(ascii_text(gpu_content(view, (), Size(80, 3)).plain).splitlines()) == 3
-    EventFold(view).add([{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
-    assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("1.0 of 2 blocks recomputed\n")
+    EventFold(view).add([{**change.model_copy(update={"blocks": [[], ["a"]]}).model_dump(), "t": 61.0}])
+    assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("0.1 of 2 blocks recomputed\n")
     EventFold(view).add([{**change.model_dump(), "t": 61.5}])
     assert ascii_text(gpu_content(view, (), Size(60, 2)).plain).startswith("GPU0")  # no room beside the devices
+    ranks = Settings(step=9, topology=Topology(ranks=2, machines=1, old_ranks=3, old_machines=1), reason="without cpu")
+    EventFold(view).add([{**ranks.model_dump(), "t": 61.7}])
+    lines = ascii_text(gpu_content(view, (), Size(60, 4)).plain).splitlines()
+    assert sorted(lines[:2]) == ["2 of 2 blocks recomputed", "2 ranks on 1 machine (before: 3 on 1)  without cpu"]
     EventFold(view).add([{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
-    assert ascii_text(gpu_content(view, (), Size(60, 3)).plain).startswith("GPU0")
+    assert ascii_text(gpu_content(view, (), Size(60, 4)).plain).splitlines()[1].startswith("GPU0")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def view() -> View:
     view.at_step, view.moved_s = 50, 140.0
     view.step = Step(
         epoch=3, step=50, loss=0.5, lr=0.005, images_per_s=12.5, data_wait_frac=0.25, grad_norm=1.5, skipped=2,
-        step_s=0.64, loss_scale=1024.0, terms={"pixel": 0.25}, eta_epoch_s=16.0, eta_run_s=76.0, t=140.0,
+        step_s=0.64, loss_scale=1024.0, terms={"pixel": 0.25, "edge": 1.5}, eta_epoch_s=16.0, eta_run_s=76.0, t=140.0,
     )  # fmt: skip
     view.loss.add(3, [49, 50], [0.7, 0.5])
     return view
@@ -111,7 +111,9 @@ def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
 
 def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
     line = ascii_text(header.throughput_line(view, LIVE, 200).plain)
-    assert line == ("12.5 img/s  step 640 ms  waiting for data 25%  grad norm 1.50  skipped 2  scale 1024  pixel 0.250")
+    assert line == (
+        "12.5 img/s  step 640 ms  waiting for data 25%  grad norm 1.50  skipped 2  scale 1024  pixel 0.250  edge 1.50"
+    )
     assert ascii_text(header.throughput_line(view, LIVE, 34).plain) == "12.5 img/s  waiting for data 25%"
     assert view.step is not None
     view.step = view.step.model_copy(update={"step_s": 12.34, "skipped": 0, "terms": None, "loss_scale": None})

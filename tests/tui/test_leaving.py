@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.pilot import Pilot
 
-from segapp.run.commands import parse_command
+from segapp.run.commands import drain_commands, parse_command
 from segapp.run.events import CommandAnswer
 from segapp.tui.app import MonitorApp
 from segapp.tui.shown_run import ShownRun
@@ -57,10 +57,12 @@ def test_run_that_has_ended_has_no_remaining_time(fresh: RecordedRun) -> None:
 
 def test_details_are_those_of_the_line_above_the_panes(fresh: RecordedRun) -> None:
     fresh.alert("classes", "classes without a pixel: pole")
+    fresh.alert("hang", "no progress")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "d")
         assert "Event: alert" in screen_text(app)
+        assert "kind: hang" in screen_text(app)
         await press(app, pilot, "escape")
         fresh.folder.path.rename(fresh.folder.path.with_name("moved"))
         app.shown.source._trainer = None  # its facts are read every two seconds
@@ -84,5 +86,6 @@ def test_refusals_name_their_run(fresh: RecordedRun) -> None:
         app.shown.source._trainer = None
         await press(app, pilot, "space", "p")
         assert said(app).startswith("run: pause was not sent: the run has ended")
+        assert drain_commands(fresh.folder.path) == []
 
     run_screen(fresh, act)

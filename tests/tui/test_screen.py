@@ -99,19 +99,6 @@ def test_unusual_runs_are_shown_with_their_state(
     run_screen(make(tmp_path / "run"), act, (80, 24))
 
 
-def test_ended_run_takes_no_command(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
-    run.epoch()
-    run.end("failed")
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "c")
-        assert sent(run) == []
-        assert "the run has ended" in said(app)
-
-    run_screen(run, act)
-
-
 def test_gpu0_bsz_is_changed_and_undone_with_one_key(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "b")
@@ -171,11 +158,10 @@ def test_pause_resume_and_checkpoint_keys_send_commands(fresh: RecordedRun) -> N
         pause, save = drain_commands(fresh.folder.path)
         fresh.write(CommandAnswer(id=pause.id, command="pause", by="a@b", status="applied"))
         fresh.beat("paused", 0.0)
+        fresh.write(CommandAnswer(id=save.id, command="checkpoint", by="x", status="rejected", reason="[b]disk full"))
         await settle(app, pilot)
         assert "PAUSED" in screen_text(app)
         assert "p Resume" in screen_text(app)
-        fresh.write(CommandAnswer(id=save.id, command="checkpoint", by="x", status="rejected", reason="[b]disk full"))
-        await settle(app, pilot)
         assert "checkpoint rejected: [b]disk full" in said(app)
         await press(app, pilot, "space", "p")
         assert sent(fresh) == ["pause", "checkpoint", "resume"]
@@ -273,9 +259,8 @@ def test_typed_text_sends_nothing(fresh: RecordedRun, clock: Clock, is_pasted: b
                 app.post_message(events.Key(name, char))
                 if not is_pasted:
                     await pilot.pause()
-            for seconds in (0.0, 5.0):
-                await settle(app, pilot)
-                clock.now_s += seconds
+            await settle(app, pilot)
+            clock.now_s += 5.0
             await settle(app, pilot)
             wanted += [sends[text, is_pasted]] if (text, is_pasted) in sends else []
             assert sent(fresh) == wanted, text
@@ -286,7 +271,7 @@ def test_typed_text_sends_nothing(fresh: RecordedRun, clock: Clock, is_pasted: b
                 await press(app, pilot, "escape")
 
     fresh.change_gpu0(5)
-    run_screen(fresh, act, seconds=REAL_S)
+    run_screen(fresh, act, (60, 16), seconds=REAL_S)
 
 
 def test_help_shows_the_keys_of_the_open_screen(fresh: RecordedRun) -> None:
@@ -311,7 +296,7 @@ def test_help_shows_the_keys_of_the_open_screen(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_dialogs_close_once_for_keys_that_come_together(fresh: RecordedRun) -> None:
+def test_dialogs_open_and_close_once_for_what_comes_together(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for first in ("R", "S", "question_mark", "d"):
             await press(app, pilot, first)
@@ -321,21 +306,14 @@ def test_dialogs_close_once_for_keys_that_come_together(fresh: RecordedRun) -> N
             assert app.is_running, first
             assert sent(fresh) == [], first
             await press(app, pilot, "escape")
-
-    run_screen(fresh, act)
-
-
-def test_dialogs_open_once_for_clicks_that_come_together(fresh: RecordedRun) -> None:
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "4", "up", "up")
-        before = len(app.screen_stack)
         for _ in range(3):
             app.query_one("#event-lines", OptionList).action_select()
         await settle(app, pilot)
-        assert len(app.screen_stack) == before + 1
+        assert len(app.screen_stack) == 2
         assert "Event: " in screen_text(app)
         await press(app, pilot, "escape")
-        assert len(app.screen_stack) == before
+        assert len(app.screen_stack) == 1
 
     run_screen(fresh, act)
 

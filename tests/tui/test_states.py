@@ -33,6 +33,7 @@ def trained(path: Path) -> RecordedRun:
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", [None, "stopped", "finished"])
 def test_run_is_resuming_from_the_lock_to_the_first_step(tmp_path: Path, end: str | None) -> None:
     run = trained(tmp_path / "run")

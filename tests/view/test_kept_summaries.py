@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from segapp.run.events import EventReader, EventWriter, Val
+from segapp.run.events import CommandAnswer, EventReader, EventWriter, Val
 from segapp.run.folder import RunFolder
 from segapp.view import runs as view_runs
 from segapp.view.runs import differing_settings, facts_of, list_runs, read_kept, read_settings, summarize
@@ -52,6 +52,7 @@ def eventful(path: Path, epochs: int = 3, steps_per_epoch: int = 4) -> RecordedR
     run.write_start(resumed_from_step=run.step - 2)
     run.step -= 2
     run.train(3)
+    run.write(CommandAnswer(id="f" * 12, command="stop epoch", by="bob@there", status="accepted"))
     run.change_gpu0(2, apply=False, command_id="0000000000aa")
     run.epoch()
     run.end("stopped", "by hand")
@@ -79,7 +80,7 @@ def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
     run = RunFolder.create(path=tmp_path / "run")
     run.write_info()
     run.write_config("name: a\noptim: {lr: 0.014}\n")
-    states = set()
+    states, pending = set(), {}
     with run.events.open("ab", buffering=0) as file:
         for line in whole:
             for part in (line[: len(line) // 2], line[len(line) // 2 :]):
@@ -89,10 +90,12 @@ def test_every_prefix_of_the_events_has_its_summary(tmp_path: Path) -> None:
                 assert shown(run.path) == expected
                 assert read_kept(run) == expected == shown(run.path)
             states.add(expected["times"]["end_status"])
+            pending |= expected["shown"]["pending"]
     assert expected["settings"] == {"optim.lr": 0.014}
     assert expected["curves"]["epoch"] == [1, 2, 4]
     assert len(whole) > 30
     assert states == {None, "stopped"}
+    assert pending == {"0123456789ab": "set gpu0_bsz=3", "f" * 12: "stop epoch", "0000000000aa": "set gpu0_bsz=2"}
 
 
 def test_settings_that_tell_most_come_first() -> None:

@@ -39,7 +39,8 @@ def canned(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     run.epoch()
     run.change_gpu0(5)
     run.epoch(loss=math.nan)
-    run.beat("eval")
+    for phase in ("eval", "paused", "save"):
+        run.beat(phase)
     run.epoch()
     run.end()
     return run

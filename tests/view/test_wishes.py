@@ -234,6 +234,7 @@ def test_command_that_cannot_be_written_is_no_wish(viewer: Viewer) -> None:
 
 def test_waiting_command_of_others_is_shown(viewer: Viewer) -> None:
     viewer.answer("f" * 12, "stop epoch", "accepted", "bob@there")
+    viewer.answer("d" * 12, "set gpu0_bsz=1", "accepted", "carol@there")
     viewer.answer("e" * 12, "set lr_factor=2.0", "accepted", "bob@there")
     viewer.answer("f" * 12, "stop epoch", "cancelled", "bob@there")
     assert viewer.wishes.waiting(viewer.view) == "set lr_factor=2.0 by bob@there"
