@@ -240,7 +240,7 @@ def _check_secrets(raw: Any, locations: KeyLocations, loc: tuple[str, ...] = ())
             f"{locations.place(loc)}: {key} {problem}, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD "
             "for a server of MLflow, MLFLOW_TRACKING_URI to the whole address of a database, or WANDB_API_KEY for W&B",
             key=key,
-        ).see("train")
+        ).see("trackers")
 
 
 def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = None) -> RunConfig:

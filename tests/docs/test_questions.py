@@ -21,7 +21,8 @@ QUESTIONS = {
     "augment": "see augmented images | preview of a batch | visualize augmentation",
     "plan": "how much GPU memory",
     "speed": "how long does training take | FPS frames per second",
-    "own-data": "images and masks in folders | custom dataset | COCO polygons | YOLO labelme annotations",
+    "own-data": "images and masks in folders | custom dataset",
+    "layouts": "COCO polygons | YOLO labelme annotations | multispectral GeoTIFF",
     "masks": (
         "masks are 0 and 255 | colored masks | RGB masks palette | palette PNG | grayscale rgba | unlabeled "
         "pixels | ignore index background | binary segmentation one logit or two classes | FOV | field of view mask | "
@@ -43,7 +44,7 @@ QUESTIONS = {
     "recompute": "gradient checkpointing",
     "exact": "reproducible",
     "own-parts": "custom model | custom loss",
-    "train": "TensorBoard",
+    "trackers": "TensorBoard",
 }
 """Topic -> questions in a few words."""
 IN_FULL = {
@@ -51,26 +52,26 @@ IN_FULL = {
     "platforms#docker": "Docker?",
     "platforms#how-large-is-the-installation": "How large is the installation?",
     "platforms#which-gpu-do-i-need": "Which GPU and how much memory do I need?",
-    "own-data#images-and-masks-in-splits": "I have images/ and masks/",
+    "own-data": "I have images/ and masks/",
     "masks#which-images-can-be-read": "Palette PNGs, gray or RGBA images",
     "masks#unlabeled-is-not-background": "Unlabeled is not background",
     "masks#fields-of-view-and-regions-of-interest": "Field of view or region of interest",
     "masks#two-classes-one-logit-or-two": "Binary: one logit or two classes?",
-    "own-data#annotations-instead-of-masks": "COCO, YOLO, labelme polygons",
+    "layouts#annotations-instead-of-masks": "COCO, YOLO, labelme polygons",
     "tune#the-test-split": "A third, test split",
     "tune#different-image-sizes-crop-or-resize": "Different image sizes: crop or resize, which crop size?",
     "tune#how-many-images-do-i-need": "How many images do I need?",
     "choose-loss#class-imbalance": "Class imbalance",
     "tune#batch-size-and-learning-rate": "Learning rate, batch, epochs for N images",
     "tune#early-stopping": "Early stopping",
-    "train#train-a-finished-run-longer": "Train a finished run longer",
+    "resume-refused#train-a-finished-run-longer": "Train a finished run longer",
     "weights#fine-tune-freeze-layers-lower-learning-rates": "Fine-tune, freeze",
     "weights#another-number-of-classes": "Other number of classes from old weights",
     "tune#overfitting-the-validation-loss-rises": "Overfitting: validation loss rises",
     "predict#leave-out-uncertain-pixels": "Per-pixel confidence",
     "export#tensorrt": "TensorRT",
     "python#callbacks-and-stopping": "Callbacks",
-    "train#tensorboard-weights--biases-and-mlflow": "Open TensorBoard",
+    "trackers": "Open TensorBoard",
     "platforms#licenses": "License of weights",
 }
 """Topic with its section -> a question, which finds it first."""

@@ -506,7 +506,7 @@ def test_place_that_results_cannot_tell_is_said(tmp_path: Path) -> None:
 def test_memory_beside_a_picture_is_bounded(
     kinds: list[Saved], num_classes: int, size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Constants, whatever the width, the classes and the files: docs/tasks/predict.md."""
+    """Constants, whatever the width, the classes and the files: docs/tasks/plan.md."""
     constants = {"predictor.STRIP_BYTES": 2**20, "outputs.WRITTEN_PX": 2**15, "pipeline.MAX_WAITING_BYTES": 2**20}
     for name, value in constants.items():
         monkeypatch.setattr(f"segapp.inference.predict.{name}", value)

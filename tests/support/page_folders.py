@@ -1,4 +1,4 @@
-"""Draws the folders that the pages name: photos with masks, and the layouts of the page own-data."""
+"""Draws the folders that the pages name: photos with masks, and those of the page layouts."""
 
 from __future__ import annotations
 
