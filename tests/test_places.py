@@ -9,8 +9,6 @@ import os
 import re
 import stat
 import struct
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -158,15 +156,11 @@ def test_temporary_names_are_those_of_the_table(
         else {"train": {"epochs": 1}, "parallel": {"mode": "ddp", "devices": ["cpu", "cpu"]}, "data": {"workers": 1}}
     )
     (tmp_path / "c.yaml").write_text(dump_config(merged(small(tiny), **settings)))
-    commands = ("train", "--plain", "--config", "c.yaml", "--run", "runs/r"), ("eval", "runs/r")
-    environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    environ |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "SEGAPP_TRUST_PARTS": "1"}
+    environ = {**dict.fromkeys(VARIABLES), "TMPDIR": str(folder), "SEGAPP_TRUST_PARTS": "1", "SEGAPP_TEST_FORK": "1"}
     with names_made_in(folder, runs) as made:
-        program = [sys.executable, "-P", "-m", "segapp", *commands[0]]
-        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        done = segapp(*commands[1], cwd=tmp_path, **dict.fromkeys(VARIABLES), **environ)
-        assert done.returncode == 0, done.stderr
+        for words in (("train", "--plain", "--config", "c.yaml", "--run", "runs/r"), ("eval", "runs/r")):
+            done = segapp(*words, cwd=tmp_path, **environ)
+            assert done.returncode == 0, done.stderr
     assert [name for name in made - {"r"} if not any(fnmatch(name, pattern) for pattern in listed)] == []
     assert any(name.startswith("segapp-ranks-" if kind == "ddp" else "tmp") for name in made), made
     assert theirs.is_file() or os.listdir(theirs) == []

@@ -24,13 +24,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from segapp import api
 from segapp.errors import SegappError
 from tests.support.fault_runs import tiny_config
-from tests.support.own_parts import Net
 from tests.support.runs import events
 from tests.test_api import small
 
@@ -73,19 +70,14 @@ def given_back_mib() -> float:
     return (before - psutil.Process().memory_info().rss) / 2**20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
-    """Leave what earlier tests made out of the collections of `state`."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module")
 def trained(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = {"library": "python", "name": "tests.support.own_parts:Net", "encoder": None, "options": {}}
     config = tiny_config(tiny_root, model=model, train={"epochs": 1, "steps": 1}, checkpoint={"every_steps": None})
     run = api.train(config, run=tmp_path_factory.mktemp("trained") / "run").run
     api.evaluate(run)  # imports torch, scipy and other packages, some of which filter warnings
+    gc.collect()
+    gc.freeze()  # leaves the modules out of the collections of `state`
     return run
 
 
@@ -180,32 +172,10 @@ def test_draws_of_other_threads_do_not_change_a_run(tiny: dict[str, Any], tmp_pa
     assert found == [alone] * 3
 
 
-class Draws(Net):
-    """Has a layer of dropout, and may multiply its logits by a random number in training."""
-
-    def __init__(self, num_classes: int, source: str = "") -> None:
-        super().__init__(num_classes)
-        self.draw, self.dropout = DRAWS.get(source, lambda: 1.0), nn.Dropout(0.3)
-
-    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.dropout(self.head(self.backbone(images)))
-        return {"out": logits * (self.draw() if self.training else 1.0)}
-
-
-DRAWS: dict[str, Callable[[], Any]] = {"torch": lambda: torch.rand(())}
-
-
-def noisy_loss() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits + torch.rand_like(logits), target, ignore_index=255)
-
-    return loss
-
-
 def drawing(tiny: dict[str, Any], source: str, **train: Any) -> dict[str, Any]:
-    options = {"source": source} if source in DRAWS else {}
-    model = {"library": "python", "name": "tests.test_process_state:Draws", "options": options}
-    loss = {"loss": {"name": "tests.test_process_state:noisy_loss"}} if source == "loss" else {}
+    options = {"is_scaled": True} if source == "torch" else {}
+    model = {"library": "python", "name": "tests.support.own_parts:NetThatDraws", "options": options}
+    loss = {"loss": {"name": "tests.support.own_parts:noisy"}} if source == "loss" else {}
     return {**small(tiny), **loss, "model": model, "train": {"epochs": 1, "batch_size": 2, **train}}
 
 
@@ -232,7 +202,7 @@ def running(config: dict[str, Any], run: Path) -> Iterator[tuple[Future[Any], th
 def test_models_that_draw_train_one_after_the_other(tiny: dict[str, Any], tmp_path: Path) -> None:
     names = itertools.count()
     new = lambda: tmp_path / f"run-{next(names)}"  # noqa: E731
-    match = "another training runs in this process, and tests.test_process_state:Draws or its loss draws random"
+    match = "another training runs in this process, and tests.support.own_parts:NetThatDraws or its loss draws random"
     for first, second in (("", "torch"), ("torch", ""), ("", "loss")):
         with running(drawing(tiny, first), new()), pytest.raises(SegappError, match=match):
             api.train(drawing(tiny, second), run=new())
@@ -244,9 +214,9 @@ def test_models_that_draw_train_one_after_the_other(tiny: dict[str, Any], tmp_pa
                 api.train(drawing(tiny, "", **{key: value}), run=new())
 
 
+@pytest.mark.usefixtures("trained")
 def test_last_of_two_trainings_restores_the_process(tiny: dict[str, Any], tmp_path: Path) -> None:
     """The training that begins first ends first, so each would restore what the other one has set."""
-    api.train(small(tiny), run=tmp_path / "warm")
     previous = os.umask(0o007)
     try:
         before = state()

@@ -36,6 +36,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -55,6 +56,7 @@ def run(command: dict[str, Any]) -> int:
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
+    tempfile.tempdir = None  # the folder of the server; the command may have a TMPDIR
     streams = command.get("fds") or [
         os.open(command.get("in") or os.devnull, os.O_RDONLY),
         os.open(command["out"], os.O_WRONLY),

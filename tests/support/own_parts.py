@@ -73,6 +73,23 @@ DROPOUT = {"library": "python", "name": "tests.support.own_parts:NetWithDropout"
 """The section `model` of a config for it."""
 
 
+class NetThatDraws(NetWithDropout):
+    """A network with dropout, which may multiply its logits by a random number in training."""
+
+    def __init__(self, num_classes: int, is_scaled: bool = False) -> None:
+        super().__init__(num_classes)
+        self.is_scaled = is_scaled
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(images)["out"]
+        return {"out": logits * torch.rand(()) if self.is_scaled and self.training else logits}
+
+
+def noisy() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a plain loss that draws random numbers."""
+    return lambda logits, target: F.cross_entropy(logits + torch.rand_like(logits), target, ignore_index=255)
+
+
 def ce() -> Callable[[Tensor, Tensor], Tensor]:
     """Return a plain loss that is a mean over valid pixels."""
     return lambda logits, target: F.cross_entropy(logits, target, ignore_index=255)
