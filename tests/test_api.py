@@ -92,12 +92,12 @@ def test_no_data_worker_outlives_the_function(tiny: dict[str, Any], tmp_path: Pa
 
 def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tiny_root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = train(small(tiny), ["optim.lr=0.002"], run=run)
+    first = train(small(tiny), ["optim.lr=0.002", "train.epochs=2"], run=run)
     assert load_config(run / "config.yaml").optim.lr == 0.002
-    again = train(resume=str(run), overrides=["train.epochs=2"])
-    assert (first.step, again.step) == (5, 10)
-    assert [(row.epoch, row.step) for row in again.history] == [(1, 5), (2, 10)]
-    assert again.history[0] == first.val
+    again = train(resume=str(run), overrides=["train.epochs=3", "log.every_steps=2"])
+    assert (first.step, again.step) == (10, 15)
+    assert [(row.epoch, row.step) for row in again.history] == [(1, 5), (2, 10), (3, 15)]
+    assert again.history[1] == first.val != again.history[0]
     assert api.history(run) == again.history
     found = evaluate(run, devices=["cpu", torch.device("cpu")])
     assert list(found.iou) == list(again.val.iou) == ["ground", "box", "disc"]

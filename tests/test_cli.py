@@ -105,9 +105,9 @@ DDP = "parallel.mode=ddp parallel.devices=[cpu,cpu]"
         ("plan --config tiny.yaml --optim.lr 0.5 --gpus 1x1GiB", 2, ["optim.lr=0.5"]),
         ("sweep --config tiny.yaml --gpu 0", 2, ["parallel.devices=0"]),
         (
-            "train --config tiny.yaml --cfg-options train.epochs=5",
+            "train --config tiny.yaml --cfg-options train.epochs=5 seed=3",
             2,
-            ["--cfg-options is no option", "write train.epochs=5 without it"],
+            ["--cfg-options is no option", "write train.epochs=5 seed=3 without it"],
         ),
         pytest.param("train --config tiny.yaml data.root=no --detach", 3, ["no"], marks=pytest.mark.slow),
         pytest.param(f"train --config tiny.yaml data.root=no {DDP}", 3, ["no"], marks=pytest.mark.slow),
@@ -121,10 +121,13 @@ def test_user_error_gives_one_line_its_exit_code_and_no_run(
 
 
 def test_last_override_of_a_key_counts_and_a_line_says_so(config_file: Path, tmp_path: Path) -> None:
-    words = ("optim.lr=0.5", "seed=3", "optim.lr=0.25", "optim.lr=0.125")
+    words = ("optim.lr=0.5", "seed=3", "optim.lr=0.25", "seed=7", "name=x", "optim.lr=0.125")
     printed = segapp("train", "--config", "tiny.yaml", *words, "--print-config", cwd=tmp_path)
     assert yaml.safe_load(printed.stdout)["optim"]["lr"] == 0.125
-    assert printed.stderr == "note: optim.lr is given more than once: optim.lr=0.125 counts\n"
+    assert printed.stderr.splitlines() == [
+        "note: optim.lr is given more than once: optim.lr=0.125 counts",
+        "note: seed is given more than once: seed=7 counts",
+    ]
 
 
 def test_print_config_and_schema_are_valid(config_file: Path, tmp_path: Path) -> None:

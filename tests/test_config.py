@@ -96,7 +96,12 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("loss.plus=[{name: dice, options: {smoth: 1}}]", "key loss.plus.0.options.smoth: no option of dice"),
         ("loss={name: lovasz, options: {gamma: 1}}", "key loss.options.gamma: no option of lovasz: it"),
         ("loss={name: focal, options: {gamma: x}}", "loss.options.gamma = 'x': a number is expected"),
-        ("optim={name: adam, options: {betas: [0.9, 1]}}", "optim.options.betas.1 = 1: input should be less than 1"),
+        (
+            "optim={name: adam, options: {betas: [2, 1], nestrov: 1}}",
+            "optim.options.betas.0 = 2: input should be less than 1\n"
+            "  config: optim.options.betas.1 = 1: input should be less than 1\n"
+            "  config: unknown key optim.options.nestrov: no option of adam: use betas",
+        ),
         ("optim.groups=[{}]", "optim.groups.0.pattern is missing: backbone, or a pattern of parameter or module names"),
         ("loss.class_weights=[-1]", "loss.class_weights = [-1]: "),
         (f"schedule={'x' * 58}", f"schedule = '{'x' * 58}': a mapping of keys is expected"),
@@ -120,7 +125,7 @@ def test_problem_names_its_key_and_the_nearest(override: str, message: str) -> N
         ("data.label_map='{0:255,1:0}'", {0: 255, 1: 0}),
         ("loss.plus=name:dice", [{"name": "dice"}]),
         ("data.crop_px=512x384", [512, 384]),
-        ("model.freeze=backbone", ["backbone"]),
+        ("model.freeze=stem,backbone", ["stem", "backbone"]),
     ],
 )
 def test_value_without_a_space_or_brackets_is_written_out(override: str, meant: object) -> None:
@@ -293,10 +298,14 @@ def test_config_is_searched_as_given_in_configs_then_packaged(tmp_path: Path, mo
     (tmp_path / "configs" / "demo.yaml").write_text("")
     assert find_config("demo") == Path("configs/demo.yaml")
     (tmp_path / "mine").mkdir()
-    for name in ("demo.yaml", "base.yaml", "mine/roads.yml"):
+    for name in ("demo.yaml", "base.yaml", "mine/broads.yml", "mine/roads.yml"):
         (tmp_path / name).write_text("")
     assert find_config("demo.yaml") == Path("demo.yaml")
-    for asked, offered in (("bsae.yaml", "base.yaml"), ("bsae", "base.yaml"), ("mine/road.yaml", "mine/roads.yml")):
+    for asked, offered in (
+        ("bsae.yaml", "base.yaml"),
+        ("bsae", "base.yaml"),
+        ("mine/road.yaml", "mine/roads.yml or mine/broads.yml"),
+    ):
         with pytest.raises(ConfigError, match=rf"config '{asked}' not found .*: did you mean {offered}\?"):
             find_config(asked)
 
@@ -306,7 +315,7 @@ def test_config_without_its_option_is_named(word: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("")
     with pytest.raises(ConfigError, match=f"--config is missing before {word}: write --config {word}") as raised:
-        named_config(None, ["train.epochs=2", word])
+        named_config(None, ["train.epochs=2", word, "later.yaml"])
     assert raised.value.path == word
     with pytest.raises(ConfigError, match=f"'{word}' is a config: write --config {word}"):
         parse_overrides([word])
@@ -361,6 +370,10 @@ def test_problem_that_an_override_causes_is_the_command_lines(tmp_path: Path) ->
         "model.encoder=resnet34, efficientnet-b3 or tu-convnext_tiny (segapp models lists all)"
     )
     assert refusal(tmp_path, MANY + "  library: smp\n", "seed=1").startswith(f"{tmp_path}/c.yaml:8: model.encoder")
+    three = refusal(tmp_path, MANY.replace("[a, b, c, d]", "[a, b]"), "model.library=smp").splitlines()
+    assert sorted(line.split(": ")[0].strip().removeprefix(f"{tmp_path}/") for line in three[1:]) == [
+        "c.yaml:6", "c.yaml:7", "command line"
+    ]  # fmt: skip
     assert refusal(tmp_path, MANY, "distill.temperature=2").startswith("command line: distill.teacher is missing")
 
 
@@ -445,12 +458,14 @@ def test_any_value_is_accepted_or_a_config_error(value: object) -> None:
 
 def test_config_with_another_loss_drops_the_options_at_defaults(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    whole = validate_config({**MINIMAL, "optim": {"name": "adam"}}).model_dump(mode="json")
+    raw = {**MINIMAL, "loss": {"name": "tversky"}, "optim": {"name": "adam"}}
+    whole = validate_config(raw).model_dump(mode="json")
     path.write_text(yaml.safe_dump(whole))
     config = load_config(path, ["loss.name=dice", "optim.name=sgd", "optim.options.nesterov=true"])
     assert config.loss.options == {"smooth": 1.0}
     assert config.optim.options == {"nesterov": True}
-    whole["optim"]["options"] = {"betas": [0.5, 0.9]}
-    path.write_text(yaml.safe_dump(whole))
-    with pytest.raises(ConfigError, match=r"unknown key optim\.options\.betas: no option of sgd: use nesterov"):
-        load_config(path, ["optim.name=sgd"])
+    whole["optim"]["options"], whole["loss"]["options"]["beta"] = {"betas": [0.5, 0.9]}, 0.2
+    said = refusal(tmp_path, yaml.safe_dump(whole), "optim.name=sgd", "loss.name=dice").splitlines()
+    assert sorted(line.partition("unknown key ")[2] for line in said[1:]) == [
+        "loss.options.beta: no option of dice: use smooth", "optim.options.betas: no option of sgd: use nesterov"
+    ]  # fmt: skip

@@ -43,7 +43,7 @@ RULES: list[tuple[str, str, str, str]] = [
     ("data.palette", "data.rgb_masks=false", "data.rgb_masks=true", "needs one color per class"),
     ("data.palette", f"{AB}{THREE_COLORS}; data.rgb_masks=true", AB + THREE_COLORS, "3 colors, but data.classes has 2"),
     ("data.bands", "data.dtype=uint16; data.bands=[2]", "data.dtype=uint16", "needs the bands"),
-    ("data.value_range", "data.value_range=[[0,1]]", "data.value_range=[[0,0]]", "must be larger"),
+    ("data.value_range", "data.value_range=[[0,1]]", "data.value_range=[[0,0],[1,2],[3,1]]", "[3.0, 1.0] is"),
     ("data.value_range", "data.value_range=[[0,1],[0,2],[0,3]]", "data.value_range=[[0,1],[0,2]]", "for 3 bands"),
     ("data.mean", "data.bands=[1,2,3,4]; data.mean=[0,0,0]", "data.bands=[1,2,3,4]; data.mean=[0,0]", "give 4"),
     ("data.std", "data.bands=[1]; data.std=[1]", "data.std=[1]", "has 1 values for 3 bands"),

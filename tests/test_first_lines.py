@@ -40,7 +40,7 @@ COMMANDS = {
 
 CODE = """
 import json, os, subprocess, sys
-import segapp.cli, segapp.config
+import numpy, segapp.commands.plan, segapp.commands.runs, segapp.commands.sweep  # once for all commands
 from segapp.__main__ import main
 
 class Terminal:

@@ -161,7 +161,8 @@ WRONG: list[tuple[str, Any, str]] = [
                       ([{"params": []}], "dict"), (torch.ones(3), "Tensor")]),
     *(("fp32", lambda loop, call=call: call(loop.precision, loop.masters), "optimizer given as list: give the opt")
       for call in (Precision.finish_gradients, lambda precision, masters: precision.step(masters, False))),
-    ("amp-fp16", lambda loop: loop.precision.step(SGD([nn.Parameter(torch.ones(2))]), False), "are no master weights"),
+    ("amp-fp16", lambda loop: loop.precision.step(SGD([*loop.masters, *map(nn.Parameter, torch.ones(2, 3))]), False),
+     "are no master weights"),
     *(("fp16", lambda loop, call=call: call(by_hand(loop)), r"half .* without a scale: call precision.backward\(loss\)")
       for call in (lambda loop: loop.finish(2), lambda loop: loop.backward(2),
                    lambda loop: loop.precision.step(loop.optimizers[2], False))),
@@ -169,7 +170,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "fp16",
         lambda loop: loop.precision.step(
-            SGD([{"params": part} for part in (loop.masters[:1], loop.weights[2:])]), False
+            SGD([{"params": part} for part in (loop.masters[:1], loop.weights[1:])]), False
         ),
         r"float16 parameters: .*master_weights\(",
     ),

@@ -21,24 +21,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.docs.pages import FOLDER
-from segapp.parallel.launch import launch_local
 from tests.support import ROOT
 from tests.support.page_blocks import blocks
+from tests.support.rank_runs import run_ranks
 
 SCRIPTS = sorted((FOLDER / "examples").glob("*.py"))
 NUM_STEPS = 4
 DEVICES = ["cpu", "cpu", "cpu"]
 
 RANK = """
-import runpy, sys, torch
+import runpy, torch
 from segapp.parallel.distributed import init_from_env, shutdown
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 info = init_from_env(device="cpu")
-example = runpy.run_path(sys.argv[1])
+example = runpy.run_path({path!r})
 network = example["build_network"]()
-losses = example["train"](network, info.device, int(sys.argv[2]))
-torch.save((losses, network.state_dict()), f"{sys.argv[3]}/{info.rank}.pt")
+losses = example["train"](network, info.device, {num_steps})
+torch.save((losses, network.state_dict()), f"{{info.rank}}.pt")
 shutdown()
 """
 
@@ -99,8 +99,7 @@ def test_segmentation_on_devices_trains_the_network_of_one() -> None:
 
 def test_segmentation_on_ranks_trains_the_network_of_one(tmp_path: Path) -> None:
     path = str(FOLDER / "examples" / "segmentation_ddp.py")
-    status = launch_local(["-c", RANK, path, str(NUM_STEPS), str(tmp_path)], 2, env={"PYTHONPATH": str(ROOT)})
-    assert status == 0
+    run_ranks(cwd=tmp_path, code=RANK.format(path=path, num_steps=NUM_STEPS))
     module = example("segmentation_ddp")
     plain = module["build_network"]()
     optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9), []

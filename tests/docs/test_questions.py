@@ -5,11 +5,14 @@ The questions are those of threads of SMP, mmsegmentation, ultralytics, nnU-Net,
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
-from segapp.docs.pages import search_pages
+from segapp.docs import pages
 
 FIRST = 3
+search_pages = functools.cache(pages.search_pages)
 QUESTIONS = {
     "own-loop": "GradScaler | CriterionDSN is_target_scattered | loss in forward mean of means",
     "platforms": (
