@@ -199,6 +199,7 @@ def test_devices_without_samples_evaluate_too():
         evaluation = PhasePeak(900.0, {"weights": 100.0, "evaluation": 800.0})
         return SimulationResult(tuple({"backward": peak, "eval": evaluation} for peak in backward))
 
+    assert simulated((1, 3, 0)).peak_mib() == (321 + 2462, 161 + 3 * 2623, 900.0)
     fitted = fit_model("dp", [simulated(each) for each in splits_to_simulate("dp", 3)])
     assert fitted.peak_mib((7, 1, 0)) == pytest.approx((321 + 7 * 2462, 161 + 2623, 900.0), rel=1e-9)
     assert fitted.peaks((7, 1, 0))[2] == {"eval": PhasePeak(900.0, {"weights": 100.0, "evaluation": 800.0})}

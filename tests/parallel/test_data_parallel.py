@@ -214,6 +214,7 @@ class TestCriterion:
     def test_targets_split_by_the_caller_are_accepted(self):
         images, target = make_batch(7)
         outputs = DataParallelModel(SmallNet().double().eval(), ["cpu"] * 3, gpu0_bsz=2)(images)
+        assert "shapes=[[(2, 4, 11, 11), (2, 4, 11, 11)], [(3, 4, 11, 11), " in repr(outputs)
         criterion = DataParallelCriterion(PlainCE())
         loss = criterion(outputs, target)
         parts = list(target.split(list(outputs.sizes)))

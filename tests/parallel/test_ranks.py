@@ -76,6 +76,7 @@ def test_ranks_agree_on_the_remaining_values(figures):
     assert max(figures["gradients"]) == 0
     assert figures["differentiated twice"] == [1.0]
     assert figures["any rank"] == [True, False]
+    assert figures["timeouts"] == [70.0, 70.0], "also of the group of the layers"
     rank, _, local_rank, _, backend, is_main = figures["info"]
     assert (rank, local_rank, is_main) == (0, 0, True)
     assert backend in ("gloo", "nccl")

@@ -250,7 +250,11 @@ def main(path: str) -> None:
         "checkpoints": shared_checkpoints(Ranks(info, classes=exchanged_classes()), Path(path).parent / "checkpoints"),
         "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.rank == 0],
     }
-    use_layers_group(dist.new_group())
+    groups = dist.group.WORLD, dist.new_group()
+    use_layers_group(groups[1])
+    Ranks(info, step_timeout_s=70).tighten_timeout()
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]  # type: ignore[union-attr]
+    results["timeouts"] = [each._timeout.total_seconds() for each in options]
     results["exact, own group"] = [exact_step(splits[0], True)]
     if info.rank == 0:
         Path(path).write_text(json.dumps(results))
