@@ -22,6 +22,7 @@ def build(encoder=DINO_V3, num_classes=5, *, aux=True, **options):
     return build_model("segapp", "eomt", num_classes, encoder=encoder, aux=aux, options=options)
 
 
+@pytest.mark.usefixtures("_uninspected")
 @pytest.mark.parametrize("encoder", [DINO_V3, DINO_V2])
 def test_queries_in_all_blocks_equal_timms_register_tokens(encoder):
     torch.manual_seed(1)
@@ -56,12 +57,14 @@ def test_outputs_have_documented_shapes_at_any_size():
         model(torch.randn(1, 3, 47, 65))
 
 
+@pytest.mark.usefixtures("_uninspected")
 def test_options_left_out_are_those_of_the_published_network():
     options = {**SMALL, "depth": 5}
     model = build_model("segapp", "eomt", 3, encoder=DINO_V3, options=options)
     assert (model.num_queries, model.num_blocks, model.masking) == (100, 4, None)
 
 
+@pytest.mark.usefixtures("_uninspected")
 def test_gradient_reaches_every_parameter():
     model = build(mask_steps=10)
     assert "masking.num_updates" in model.state_dict(), "a resumed run lowers the masked share from where it was"
@@ -117,6 +120,7 @@ def test_half_of_the_queries_are_masked_at_a_share_of_half():
     assert float(torch.stack(rows).float().mean(0).min()) > 0.2  # no query is always masked
 
 
+@pytest.mark.usefixtures("_uninspected")
 def test_evaluation_has_no_masked_attention():
     model = build(mask_steps=10).eval()
     plain = copy.deepcopy(model)

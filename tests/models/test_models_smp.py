@@ -120,8 +120,8 @@ def test_published_pspnet_has_whole_backbone_at_stride_8():
     assert_upsampled_matches(model, original, 64, 72)
 
 
-def test_architecture_and_timm_encoder_options_are_passed_on(monkeypatch):
-    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model, key: None)
+@pytest.mark.usefixtures("_uninspected")
+def test_architecture_and_timm_encoder_options_are_passed_on():
     options = {"encoder_depth": 3, "decoder_channels": [8, 8, 4]}
     with torch.device("meta"):  # sizes only
         unet = build_model("smp", "unet", 3, encoder="tu-test_resnet", options=options)

@@ -45,8 +45,8 @@ def assert_upsampled(logits, images, expected):
     ],
 )
 @torch.no_grad()
-def test_upsampled_logits_match_torchvision_with_equal_weights(name, monkeypatch):
-    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model, key: None)  # takes most of a build
+@pytest.mark.usefixtures("_uninspected")
+def test_upsampled_logits_match_torchvision_with_equal_weights(name):
     torch.manual_seed(0)
     model = build_model("torchvision", name, 5)
     original, images = original_of(name, model), torch.randn(2, 3, 40, 56)
@@ -93,8 +93,8 @@ def test_last_layer_turns_the_features_into_the_logits(small):
     assert len(small.train().compute_with_features(images)[0]) == 1 + (small.name != "lraspp")
 
 
-def test_one_pixel_is_an_image(monkeypatch):
-    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model, key: None)
+@pytest.mark.usefixtures("_uninspected")
+def test_one_pixel_is_an_image():
     model = build_model("torchvision", "fcn", 150, aux=False, **SMALL)
     assert model.min_size_px == 1
     assert [tuple(logits.shape) for logits in model(torch.zeros(2, 3, 32, 32))] == [(2, 150, 2, 2)]

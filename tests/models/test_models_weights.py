@@ -33,10 +33,7 @@ from segapp.models.weights import (
 BACKBONE = "mobilenet_v3_small"
 
 
-@pytest.fixture(autouse=True)
-def no_look_at_the_network(monkeypatch):
-    """Skip the inspection, which takes most of a build; these networks have no unused parts."""
-    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model, key: None)
+pytestmark = pytest.mark.usefixtures("_uninspected")
 
 
 def build(num_classes=3, name="lraspp", **kwargs):

@@ -17,11 +17,7 @@ from segapp.models import build_model
 from segapp.models.surgery import SizedPooling, adapt_first_conv, replace_adaptive_pooling
 from segapp.models.weights import load_weights
 
-
-@pytest.fixture(autouse=True)
-def no_look_at_the_network(monkeypatch):
-    """Skip the inspection, which takes most of a build and changes no weight."""
-    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model, key: None)
+pytestmark = pytest.mark.usefixtures("_uninspected")
 
 
 @pytest.mark.parametrize("num_bands", [1, 2, 4, 7])

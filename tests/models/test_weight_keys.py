@@ -17,10 +17,7 @@ from segapp.models.keys import map_keys
 IMAGES = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def no_look_at_the_network(monkeypatch):
-    """Skip the inspection; these networks have no unused parts."""
-    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model, key: None)
+pytestmark = pytest.mark.usefixtures("_uninspected")
 
 
 def lively(network: nn.Module) -> nn.Module:

@@ -156,7 +156,7 @@ class TestDataParallel:
         net, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.randn(7, 3, 2, 5)
         model, target = BalancedDataParallel(1, net, ["cpu"] * 3), torch.randint(0, 2, (7, 2, 5))
         outputs, criterion = DataParallelModel(net, ["cpu"] * 3, gpu0_bsz=1), DataParallelCriterion(CriterionCE())
-        for num_samples in (7, 3, 2):
+        for num_samples in (7, 2):
             part, loss = x[:num_samples], F.cross_entropy(net(x[:num_samples]), target[:num_samples])
             assert torch.allclose(torch.compile(model, backend="eager")(part), net(part))
             assert model.last_split == model.plan(num_samples)
