@@ -78,46 +78,41 @@ def inbox(tmp_path: Path) -> Iterator[Inbox]:
     event_log.close()
 
 
-def files_of(inbox: Inbox) -> list[Path]:
-    assert inbox._path is not None
-    return list((inbox._path / "commands").iterdir())
-
-
 @pytest.mark.parametrize("is_crash", [False, True])
-def test_many_answers_are_synced_together(inbox: Inbox, monkeypatch: pytest.MonkeyPatch, is_crash: bool) -> None:
-    assert inbox._path is not None
+def test_many_answers_are_synced_together(
+    inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_crash: bool
+) -> None:
+    commands = tmp_path / "run" / "commands"
     for i in range(1, 700):
-        (inbox._path / "commands" / f"{'y' * 60}{i}").touch()
+        (commands / f"{'y' * 60}{i}").touch()
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     for received in inbox.take(is_due=True):
         inbox.answer(received, "rejected", "no", 1)
-    assert len(files_of(inbox)) == 700, "a file stays until its answer is durable"
+    assert len(list(commands.iterdir())) == 700, "a file stays until its answer is durable"
     assert not synced
     if is_crash:
-        assert inbox._event_log.writer is not None
-        inbox = Inbox(RunFolder(inbox._path), inbox._event_log)
+        inbox = Inbox(RunFolder(tmp_path / "run"), inbox._event_log)
     num_polls = 0
-    while files_of(inbox) and num_polls < 100:  # as many as a busy machine needs
+    while any(commands.iterdir()) and num_polls < 100:  # as many as a busy machine needs
         assert inbox.take(is_due=True) == []
         num_polls += 1
     assert 0 < len(synced) <= num_polls + is_crash
-    assert not files_of(inbox)
-    assert len({event["id"] for event in events(inbox._path, "command")}) == 700
+    assert not any(commands.iterdir())
+    assert len({event["id"] for event in events(tmp_path / "run", "command")}) == 700
 
 
-def test_the_file_stays_until_the_answer_is_on_disk(inbox: Inbox) -> None:
+def test_the_file_stays_until_the_answer_is_on_disk(inbox: Inbox, tmp_path: Path) -> None:
     (received,) = inbox.take()
     failpoints.arm("events.before_write=raise:ENOSPC")
     inbox.answer(received, "applied", None, 1)
-    assert inbox._path is not None
     for word in ("set lr_factor=0.5", "stop"):
-        send_command(inbox._path, parse_command(word))
+        send_command(tmp_path / "run", parse_command(word))
     assert [each.text for each in inbox.take(is_due=True)] == ["stop"], "others wait for the disk, too"
-    assert len(files_of(inbox)) == 3
+    assert len(list((tmp_path / "run" / "commands").iterdir())) == 3
     failpoints.arm("")
     assert inbox._event_log.writer is not None
     assert inbox._event_log.writer.flush()
     assert [each.text for each in inbox.take(is_due=True)] == ["set lr_factor=0.5"]
-    assert len(files_of(inbox)) == 2
-    assert [event["status"] for event in events(inbox._path, "command")] == ["applied"]
+    assert len(list((tmp_path / "run" / "commands").iterdir())) == 2
+    assert [event["status"] for event in events(tmp_path / "run", "command")] == ["applied"]

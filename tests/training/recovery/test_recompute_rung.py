@@ -14,8 +14,6 @@ from segapp.config import RunConfig
 from segapp.errors import RunError
 from segapp.models import SegmentationModel
 from segapp.models.blocks import find_blocks
-from segapp.run.commands import parse_command, send_command
-from segapp.run.events import EpochStart, Event
 from segapp.run.folder import RunFolder
 from segapp.session.request import TrainRequest
 from segapp.session.session import run_session
@@ -25,6 +23,7 @@ from segapp.training.step import assembler
 from tests.support.fault_table import case
 from tests.support.live_runs import small
 from tests.support.runs import differing, events, final_state, merged, resume, train
+from tests.support.scripted_runs import Sender
 from tests.training.test_resume import course
 
 
@@ -46,20 +45,6 @@ def assert_same_course(folder: Path, reference: Path) -> None:
     assert course(folder) == course(reference)
     parts = ("/model", "/optimizer", "/rng")
     assert [path for path in differing(final_state(folder), final_state(reference)) if path.startswith(parts)] == []
-
-
-class Sender:
-    """Sends commands when epochs begin."""
-
-    def __init__(self, folder: Path, commands: dict[int, str]) -> None:
-        self.folder, self.commands = folder, commands
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, EpochStart) and event.epoch in self.commands:
-            send_command(self.folder, parse_command(self.commands[event.epoch]))
-
-    def close(self) -> None:
-        pass
 
 
 def adopted(folder: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -101,19 +86,19 @@ def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunC
         train(config, folder)
     failpoints.arm("train.step=8:raise:RuntimeError")
     with pytest.raises(RunError, match="failpoint"):  # anew, because nothing was saved
-        run_session(TrainRequest(config, RunFolder(folder)), listener=Sender(folder, {1: "set recompute=off"}))
-    assert choices(folder) == [(1, "all", "out of memory", [5]), (5, "off", "by hand", [0])]
+        run_session(TrainRequest(config, RunFolder(folder)), listener=Sender(folder, {1: ("set recompute=off",)}))
+    assert choices(folder) == [*[(1, "all", "out of memory", [5])] * 2, (5, "off", "by hand", [0])]
     failpoints.arm("train.backward=3:oom")
     assert resume(config, folder) == 0  # from step 5 on
     assert_same_course(folder, reference)
-    assert choices(folder)[1:] == [
+    assert choices(folder)[3:] == [
         (5, "all", "out of memory", [5]),
         (5, "off", "by hand", [0]),
         (7, "all", "out of memory", [5]),
     ]
     answers = [(e["status"], e["step"], e["reason"]) for e in events(folder, "command")]
     assert answers == [
-        ("accepted", 0, "from epoch 2 on, with no blocks recomputed in the backward pass"),
+        ("accepted", 1, "from epoch 2 on, with no blocks recomputed in the backward pass"),
         ("applied", 5, "no blocks recomputed in the backward pass"),
     ]
     assert [oom["step"] for oom in events(folder, "oom")] == [1, 7]
