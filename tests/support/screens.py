@@ -11,11 +11,8 @@ from typing import Any
 from unittest import mock
 
 from rich.segment import Segment
-from textual._compositor import Compositor
-from textual._context import visible_screen_stack
 from textual.app import App
 from textual.pilot import Pilot
-from textual.screen import Screen
 
 from segapp.tui.app import MonitorApp
 from segapp.view.source import LiveSource
@@ -37,25 +34,6 @@ def said(app: MonitorApp) -> str:
     return "".join(str(line.render()) for line in app.screen.query(".said") if line.display)
 
 
-_render_update = Compositor.render_update
-
-
-def _update(
-    self: Compositor, full: bool = False, screen_stack: list[Screen[Any]] | None = None, simplify: bool = False
-) -> Any:
-    """Forget what differs, in place of `Compositor.render_update`: a third of the time went into what no one reads."""
-    if full:  # of a picture
-        return _render_update(self, full, screen_stack, simplify)
-    visible_screen_stack.set(screen_stack or [])
-    self._dirty_regions.clear()
-    return None
-
-
-def without_updates() -> Any:
-    """Let the tests have no terminal; `settle` renders the screen once, and `screen_rows` whenever it is asked."""
-    return mock.patch.object(Compositor, "render_update", _update)
-
-
 async def settle(app: MonitorApp, pilot: Pilot[None]) -> None:
     """Read all events, and draw them."""
     while app.shown.source.poll():
@@ -64,8 +42,6 @@ async def settle(app: MonitorApp, pilot: Pilot[None]) -> None:
     await pilot.pause()
     app.show_view()
     await pilot.pause()
-    if app.screen.size.area:
-        screen_rows(app)
 
 
 async def press(app: MonitorApp, pilot: Pilot[None], *names: str) -> None:
@@ -98,5 +74,5 @@ def run_screen(
             await settle(app, pilot)
             await act(app, pilot)
 
-    with without_updates(), mock.patch.multiple("segapp.tui.app", HOLD_S=seconds[0], TYPING_S=seconds[1]):
+    with mock.patch.multiple("segapp.tui.app", HOLD_S=seconds[0], TYPING_S=seconds[1]):
         asyncio.run(go())

@@ -85,12 +85,6 @@ def test_keys_go_through_the_metrics_and_back(run: RecordedRun) -> None:
         assert titles == ["Loss", "mIoU", "Pixel accuracy", "Learning rate", "Grad norm", "Images/s", "Loss"]
         await press(app, pilot, "V")
         assert "Images/s" in screen_text(app)
-        await pilot.click("#event-lines")
-        await settle(app, pilot)
-        assert app.pane == "events", "the focus selects the pane that keys act on"
-        await press(app, pilot, "f")
-        assert "4 Events" in screen_text(app)
-        assert "1 Images/s" in screen_text(app).splitlines()[2], "the chart is a tab, not a pane"
 
     run_screen(run, act)
 
@@ -227,3 +221,15 @@ def test_cursor_of_the_classes_stays_in_view(tmp_path: Path) -> None:
         assert f"{name} " in screen_text(app)
 
     run_screen(run, act, (80, 24))
+
+
+def test_focus_selects_the_pane_that_keys_act_on(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await pilot.click("#event-lines")
+        await settle(app, pilot)
+        assert app.pane == "events"
+        await press(app, pilot, "f")
+        assert "4 Events" in screen_text(app)
+        assert "1 Loss" in screen_text(app).splitlines()[2], "the chart is a tab, not a pane"
+
+    run_screen(run, act)

@@ -33,7 +33,7 @@ from segapp.tui.app import MonitorApp
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import Clock, RecordedRun
-from tests.support.screens import press, screen_rows, settle, source_of, without_updates
+from tests.support.screens import press, screen_rows, settle, source_of
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PICTURES = ("live-120x36",)
@@ -178,8 +178,7 @@ def shoot(app: MonitorApp, size: tuple[int, int], keys: tuple[str, ...], clock: 
             # Textual names its styles after a checksum of its own version's markup.
             return as_text(drawn), re.sub(r"terminal-\d+", "terminal", svg)
 
-    now = mock.patch("segapp.run.state.time.time", clock), mock.patch.object(RunList.__init__, "__defaults__", (clock,))
-    with without_updates(), now[0], now[1]:
+    with mock.patch("segapp.run.state.time.time", clock), mock.patch.object(RunList.__init__, "__defaults__", (clock,)):
         return asyncio.run(go())
 
 

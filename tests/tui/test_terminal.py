@@ -33,8 +33,10 @@ WAITING = (
 
 def test_q_exits_with_attach_hint_and_restores_the_terminal(fresh: RecordedRun, tmp_path: Path) -> None:
     with terminal("attach", fresh.folder.path, cwd=tmp_path, NO_COLOR="1") as shown:
-        shown.wait_for("LIVE")
         shown.wait_for("Leave")
+        fresh.clock.now_s = time.time()  # its start may have taken longer than a run without events is live
+        fresh.train(1)
+        shown.wait_for("LIVE")
         shown.type("\x1a")
         shown.wait_for("needs a shell")  # ctrl+z without one does not stop the screen
         shown.type("c")
