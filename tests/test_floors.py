@@ -64,21 +64,42 @@ def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[st
     }
 
 
-def test_viewer_packages_load_no_torch() -> None:
-    packages = (
-        "segapp.run",
-        "segapp.config",
-        "segapp.session.request",
-        "segapp.commands.runs",
-        "segapp.commands.spawn",
-        "segapp.commands.plan",
-        "segapp.commands.sweep",
-        "segapp.memory.split_check",
-        "segapp.memory.plan",
-        "segapp.cli",
-    )
-    (loaded,) = loaded_by("import " + ", ".join(packages))
-    assert not {"torch", "torchvision", "albumentations", "textual"} & loaded
+VIEWERS = (
+    *("segapp.run", "segapp.config", "segapp.session.request", "segapp.commands.runs", "segapp.commands.spawn"),
+    *("segapp.commands.plan", "segapp.commands.sweep", "segapp.memory.split_check", "segapp.memory.plan", "segapp.cli"),
+)
+LIGHT = {
+    "viewers": (f"import {', '.join(VIEWERS)}", {"torch", "torchvision", "albumentations", "textual"}),
+    "functions": (
+        "import inspect, segapp; dir(segapp); segapp.evaluate; inspect.signature(segapp.train)", {"torch", "textual"},
+    ),
+    "help": (
+        "import segapp.__main__, contextlib, io\nwith contextlib.suppress(SystemExit), "
+        "contextlib.redirect_stdout(io.StringIO()) as said: segapp.__main__.main(['--help'])\n"
+        "assert 'predict' in said.getvalue()",
+        {"torch", "pydantic", "yaml", "textual"},
+    ),
+    "screen": ("import segapp.tui.app", {"torch", "textual.widgets._markdown", "markdown_it"}),
+}  # fmt: skip
+"""What shows something at once -> a statement for it, and what that must not load."""
+
+
+@pytest.fixture(scope="module")
+def light() -> dict[str, set[str]]:
+    """The modules that each statement of `LIGHT` loads."""
+    return dict(zip(LIGHT, loaded_by(*(statement for statement, _ in LIGHT.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_shows_something_at_once_loads_no_torch(name: str, light: dict[str, set[str]]) -> None:
+    assert not LIGHT[name][1] & light[name]
+
+
+def test_screen_loads_few_packages_and_modules(light: dict[str, set[str]]) -> None:
+    assert "textual" in light["screen"]
+    packages = {name.partition(".")[0] for name in light["screen"] if not name.startswith("_")}
+    assert packages - sys.stdlib_module_names <= SCREEN_PACKAGES
+    assert len(light["screen"]) <= MOST_SCREEN_MODULES, "it is to be seen within a second: import where it is used"
 
 
 COMMANDS_ON_FILES = """
@@ -161,15 +182,6 @@ def test_evaluation_loads_only_the_library_of_the_model(tiny: dict[str, Any], tm
     loaded = [modules & LIBRARIES for modules in loaded_by(*commands, after=RUN_COMMANDS)]
     of_smp = {"segmentation_models_pytorch", "timm", "torchvision"}
     assert loaded == [set(), set(), {"torchvision"}, of_smp]
-
-
-def test_screen_loads_no_torch() -> None:
-    (loaded,) = loaded_by("import segapp.tui.app")
-    assert "textual" in loaded
-    packages = {name.partition(".")[0] for name in loaded if not name.startswith("_")}
-    assert packages - sys.stdlib_module_names <= SCREEN_PACKAGES
-    assert not {"textual.widgets._markdown", "markdown_it"} & loaded
-    assert len(loaded) <= MOST_SCREEN_MODULES, "the screen is to be seen within a second: import it where it is used"
 
 
 def test_trainer_loads_no_textual(beyond_torch: dict[str, set[str]]) -> None:

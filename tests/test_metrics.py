@@ -59,12 +59,25 @@ def assert_scores_equal(ours, theirs):
     assert [0.0 if value is None else value for value in ours] == pytest.approx(theirs.tolist(), abs=1e-6)
 
 
+def assert_each_class_matches(scores, kind, *pixels, **options):
+    """Compare the scores of every class with the functions of torchmetrics for a kind of labels."""
+    names = {"iou": "jaccard_index", "dice": "f1_score", "precision": "precision", "recall": "recall"}
+    for ours, theirs in names.items():
+        assert_scores_equal(
+            getattr(scores, ours), of_torchmetrics(f"{kind}_{theirs}")(*pixels, average="none", **options)
+        )
+
+
+def of_torchmetrics(name):
+    from torchmetrics.functional import classification
+
+    return getattr(classification, name)
+
+
 @given(batches(fewest_classes=2))
 @settings(max_examples=25)
 def test_every_score_matches_torchmetrics(case):
     """Its macro means of precision and recall count a class without denominator as 0, which ours leave out."""
-    from torchmetrics.functional import classification as theirs
-
     num_classes, ignore_index, prediction, target = case
     confusion = ConfusionMatrix(num_classes, ignore_index=ignore_index)
     for each in zip(prediction, target, strict=True):
@@ -72,24 +85,18 @@ def test_every_score_matches_torchmetrics(case):
     scores = confusion.scores()
     pixels = prediction.flatten(), target.flatten(), num_classes
     options = {"ignore_index": ignore_index}
-    assert torch.equal(confusion.matrix, theirs.multiclass_confusion_matrix(*pixels, **options))
+    assert torch.equal(confusion.matrix, of_torchmetrics("multiclass_confusion_matrix")(*pixels, **options))
     assert scores.num_valid_px == int((target != ignore_index).sum())
     if not scores.num_valid_px:
         return
-    for ours, score in (
-        (scores.iou, theirs.multiclass_jaccard_index),
-        (scores.dice, theirs.multiclass_f1_score),
-        (scores.precision, theirs.multiclass_precision),
-        (scores.recall, theirs.multiclass_recall),
-    ):
-        assert_scores_equal(ours, score(*pixels, average="none", **options))
+    assert_each_class_matches(scores, "multiclass", *pixels, **options)
     assert_scores_equal(
         [scores.miou, scores.mean_dice, scores.frequency_weighted_iou, scores.pixel_accuracy],
         torch.stack([
-            theirs.multiclass_jaccard_index(*pixels, average="macro", **options),
-            theirs.multiclass_f1_score(*pixels, average="macro", **options),
-            theirs.multiclass_jaccard_index(*pixels, average="weighted", **options),
-            theirs.multiclass_accuracy(*pixels, average="micro", **options),
+            of_torchmetrics("multiclass_jaccard_index")(*pixels, average="macro", **options),
+            of_torchmetrics("multiclass_f1_score")(*pixels, average="macro", **options),
+            of_torchmetrics("multiclass_jaccard_index")(*pixels, average="weighted", **options),
+            of_torchmetrics("multiclass_accuracy")(*pixels, average="micro", **options),
         ]),
     )  # fmt: skip
 
@@ -98,8 +105,6 @@ def test_every_score_matches_torchmetrics(case):
 @settings(max_examples=20)
 def test_every_score_of_sets_matches_torchmetrics(case, seed):
     """Classes that do not exclude each other; a pixel is ignored for all of them."""
-    from torchmetrics.functional import classification as theirs
-
     num_classes, ignore_index, prediction, target = case
     valid = target != ignore_index
     generator = torch.Generator().manual_seed(seed)
@@ -114,16 +119,12 @@ def test_every_score_of_sets_matches_torchmetrics(case, seed):
 
     pixels = as_maps(prediction), torch.where(valid.view(-1, 1), as_maps(sets), -1), num_classes
     options = {"ignore_index": -1}
-    assert torch.equal(counts.matrix, theirs.multilabel_confusion_matrix(*pixels, **options))
+    assert torch.equal(counts.matrix, of_torchmetrics("multilabel_confusion_matrix")(*pixels, **options))
     assert scores.num_valid_px == int(valid.sum())
-    for ours, score in (
-        (scores.iou, theirs.multilabel_jaccard_index),
-        (scores.dice, theirs.multilabel_f1_score),
-        (scores.precision, theirs.multilabel_precision),
-        (scores.recall, theirs.multilabel_recall),
-    ):
-        assert_scores_equal(ours, score(*pixels, average="none", **options))
-    assert_scores_equal([scores.pixel_accuracy], theirs.multilabel_accuracy(*pixels, average="micro", **options)[None])
+    assert_each_class_matches(scores, "multilabel", *pixels, **options)
+    assert_scores_equal(
+        [scores.pixel_accuracy], of_torchmetrics("multilabel_accuracy")(*pixels, average="micro", **options)[None]
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (0, 4, 4), (3, 0, 5)])
