@@ -155,7 +155,7 @@ def test_address_of_a_machine_is_that_of_its_route() -> None:
         (["--nnodes", "1:4", "--", "train", "--run", "a"], "--nnodes 1:4 needs --rdzv-endpoint HOST:PORT"),
         (["--nproc-per-node", "many", "--", "train", "--run", "a"], "--nproc-per-node many: "),
         (
-            ["--tee=3", "--rdzv-id=7", "--", "train", "--run", "a"],
+            ["--tee=3", "--rdzv-conf=is_host=0", "--", "train", "--run", "a"],
             "error: --tee=3: torchrun's options are for several machines",
         ),
         (["--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-backend=etcd", "--", "train", "--run", "a"], "only c10d"),

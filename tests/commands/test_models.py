@@ -18,7 +18,7 @@ LISTED = [
     ModelName("smp", "Linknet", "tu-test_resnet"),
     ModelName("segapp", "eomt"),
     ModelName("smp", "Linknet", "resnet188"),
-    *(ModelName("smp", "Unet", f"resnet{depth}") for depth in (18, 34, 50, 101, 152)),
+    *(ModelName("smp", "Unet", f"resnet{depth}") for depth in (18, 34, 50, 101, 188)),
 ]
 
 
@@ -30,21 +30,25 @@ def _no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten names, of which one is no network, in place of all."""
+    """Ten names, of which some are no network, in place of all."""
     monkeypatch.setattr(module, "all_names", lambda: LISTED)
 
 
 def test_names_are_of_all_libraries():
     names = all_names()
     assert {name.library for name in names} == {"torchvision", "segapp", "smp"}
-    assert {*LISTED} - {*names} == {ModelName("segapp", "eomt"), ModelName("smp", "Linknet", "resnet188")}
+    assert {name.label for name in {*LISTED} - {*names}} == {
+        "segapp/eomt",
+        "smp/Linknet/resnet188",
+        "smp/Unet/resnet188",
+    }
     assert ModelName("smp", "Unet", "tu-convnext_atto") in names
 
 
 @pytest.mark.usefixtures("few")
 def test_pattern_is_a_part_or_a_glob(capsys, monkeypatch):
     assert [name.label for name in matching_names("smp/unet/resnet18")] == ["smp/Unet/resnet18"]
-    assert [name.encoder for name in matching_names("smp/*/*t188")] == ["resnet188"]
+    assert [name.name for name in matching_names("smp/*/*t188")] == ["Linknet", "Unet"]
     with pytest.raises(ConfigError, match=r"'resnet33' matches no model: did you mean .*resnet34"):
         matching_names("resnet33")
     monkeypatch.setattr(module, "MAX_ROWS", 3)

@@ -93,8 +93,8 @@ def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None
         (("--smoke", "data.root=nowhere"), 3, "data root nowhere does not exist"),
         (("--smoke", "--resume"), 2, "--smoke tries a new training"),
         (("--smoke", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"), 2, "--smoke runs in one process"),
-        (("--smoke", "--run", "there/deep/run", "model.weights=gone.pt"), 4, "no file gone.pt"),
-        (("--smoke", "data.crop_px=[400,400]"), 2, "of every crop is padding"),
+        (("--smoke", "model.weights=gone.pt"), 4, "no file gone.pt"),
+        (("--smoke", "--run", "there/deep/run", "data.crop_px=[400,400]"), 2, "of every crop is padding"),
         (("--json",), 2, "--json belongs to --smoke"),
     ],
 )

@@ -281,14 +281,14 @@ def test_runs_are_compared_on_the_same_images_with_pictures(
     both: tuple[Path, Path], model: TrainedModel, dataset: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run and itself have no difference; the mIoU equals the evaluation in training."""
-    names = [str(both[0]), str(both[1]), str(both[0])]
+    names = [str(both[0]), str(both[0]), str(both[1])]
     found = compare_runs(names, tmp_path / "page.html", num_images=2)
     same, best = found["same_images"], [run["best_miou"] for run in found["runs"]]
     assert (same["num_images"], same["num_left_out"], same["split"]) == (len(dataset), 0, "val")
     assert [run["miou"] for run in same["runs"]] == pytest.approx(best, abs=1e-6)
-    assert [run["difference"] for run in same["runs"][1:]] == [pytest.approx(best[1] - best[0], abs=1e-6), 0.0]
-    assert best[1] != best[0]
-    assert [image["effects"][1] for image in same["images"]] == [0.0, 0.0]
+    assert [run["difference"] for run in same["runs"][1:]] == [0.0, pytest.approx(best[2] - best[0], abs=1e-6)]
+    assert best[2] != best[0]
+    assert [image["effects"][0] for image in same["images"]] == [0.0, 0.0]
     train_names = {
         pair.name for pair in build_dataset(model.config.data, model.scheme, "train", is_training=False, seed=0).pairs
     }
@@ -298,10 +298,10 @@ def test_runs_are_compared_on_the_same_images_with_pictures(
     page = read(tmp_path / "page.html")
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     assert len(pictures) == 2 * (2 + 2 * 3)
-    for one, other, again in (pictures[1:4], pictures[5:8]):  # predictions, and wrong pixels
+    for one, again, other in (pictures[1:4], pictures[5:8]):  # predictions, and wrong pixels
         assert one == again != other
     percents = [f"{100 * miou:.1f} %" for miou in best]
-    row = f"{percents[0]} {percents[1]} {100 * (best[1] - best[0]):+.1f} {percents[2]} +0.0 "
+    row = f"{percents[0]} {percents[1]} +0.0 {percents[2]} {100 * (best[2] - best[0]):+.1f} "
     assert f"mIoU over {same['num_scored']} classes {row}" in page.text
     same["runs"][1] |= {"difference": -0.0551, "iou_difference": {"ground": 0.012, "box": None, "disc": -0.3}}
     same["runs"][2] |= {"difference": 0.25, "iou_difference": {"ground": 0.5, "box": None, "disc": 0.1}}

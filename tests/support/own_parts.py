@@ -244,7 +244,7 @@ def net_of(change: Callable[[dict[str, Tensor]], Any], seen: Callable[[Tensor], 
 
 MixingNet = net_of(unchanged, lambda images: images - images.mean(0, keepdim=True))
 NoisyNet = net_of(unchanged, lambda images: images + torch.randn_like(images))  # in evaluation too
-SoftmaxNet = net_of(lambda outputs: (outputs["out"].softmax(1), outputs["out"]))
+SoftmaxNet = net_of(lambda outputs: outputs["out"].softmax(1))
 SigmoidNet = net_of(lambda outputs: outputs["out"].sigmoid())
 LogSoftmaxNet = net_of(lambda outputs: outputs["out"].log_softmax(1))  # a second softmax changes nothing
 ReluNet = net_of(lambda outputs: (outputs["out"] * 0.01).relu())  # within 0 and 1 for usual images, but logits
