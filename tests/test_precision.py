@@ -170,7 +170,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "fp16",
         lambda loop: loop.precision.step(
-            SGD([{"params": part} for part in (loop.masters[:1], loop.weights[1:])]), False
+            SGD([{"params": p} for p in (loop.weights[1:], loop.masters[:1], nn.Parameter(torch.ones(2)))]), False
         ),
         r"float16 parameters: .*master_weights\(",
     ),
