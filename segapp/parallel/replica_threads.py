@@ -116,7 +116,8 @@ class ReplicaThreads(Generic[T]):
 
     The order in which autograd adds gradients must also not depend on threads. Autograd numbers the nodes of each
     thread and runs nodes with larger *sequence numbers* first, and in long-lived threads, the numbers depend on all
-    earlier steps. So all threads begin a call at the same number (`_advance_sequence_number`).
+    earlier steps. So all threads begin a call at the same number (`_advance_sequence_number`), which is far above that
+    of the caller's thread: whatever was computed before, the nodes of replicas come first.
 
     There is one device per replica; `positions` are their numbers among all `num_devices`, by default 0, 1, and so on.
     The group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
@@ -217,12 +218,18 @@ class ReplicaThreads(Generic[T]):
         return answers[0]
 
     def _start(self, workers: Sequence[Worker], calls: Sequence[Callable[[], T]]) -> None:
-        """Start the calls at one sequence number; new threads, which begin at 0, replace threads that are far apart."""
+        """Start the calls at one sequence number; new threads, which begin at 0, replace threads that are far apart.
+
+        The caller's own nodes of this step, and those of second derivatives, stay below it by `AHEAD_OF_CALLER`.
+        """
         first = max(worker.sequence_number for worker in workers)
         if first - min(worker.sequence_number for worker in workers) > MAX_FILLER_NODES:
             first = 0
             for worker in workers:
                 worker.replace_thread()
+        ahead = next_sequence_number() + AHEAD_OF_CALLER
+        if torch.is_grad_enabled() and not dispatch_modes() and ahead - first <= MAX_FILLER_NODES:
+            first = max(first, ahead)
         for i, (worker, call) in enumerate(zip(workers, calls, strict=True)):
             worker.start(partial(self._work, i, call, first))
 
@@ -387,6 +394,8 @@ def _caller_states(
 _Slot = tuple[torch.device, int]
 """A device, and the number of its earlier occurrences in the list of devices."""
 
+AHEAD_OF_CALLER = 10_000
+"""Larger than the number of nodes that the caller's thread makes in one step."""
 MAX_FILLER_NODES = 100_000
 """Maximum number of nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
 

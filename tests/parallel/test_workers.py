@@ -175,3 +175,24 @@ def test_order_of_gradients_is_independent_of_earlier_calls():
         if counts[1] > MAX_FILLER_NODES:
             far = first[0]
     assert first[0] < far, "threads too far apart are replaced by new ones"
+
+
+def test_order_of_gradients_is_independent_of_the_callers_nodes():
+    """In a step, the nodes of replicas have larger numbers than the caller's, whoever had more of them before."""
+    source = torch.ones(1, requires_grad=True)
+    keeper = nn.Linear(1, 1)
+    keep_workers(keeper)
+
+    def call(num_nodes):
+        return [source.neg().grad_fn._sequence_nr() for _ in range(1 + num_nodes)]
+
+    for before, nodes in ((0, (3, 0)), (25_000, (3, 70)), (40, (4_000, 1)), (9_000, (0, 2))):
+        call(before)
+        found = [
+            number
+            for part in ReplicaThreads([torch.device("cpu")] * 2).run([partial(call, n) for n in nodes])
+            for number in part
+        ]
+        assert max(call(2_000)) < min(found)
+    with torch.no_grad():
+        ReplicaThreads([torch.device("cpu")] * 2).run([lambda: None] * 2)
