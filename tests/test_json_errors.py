@@ -21,6 +21,7 @@ from segapp.inference.predict.predictor import check_same_classes
 from segapp.models import build_model
 from segapp.models.by_name import PythonModel
 from segapp.models.weights import load_weights, read_weights_file
+from tests.support.recorded_runs import RecordedRun
 
 
 @pytest.fixture
@@ -91,9 +92,13 @@ def test_json_goes_to_the_file_that_follows(tmp_path: Path, capsys: pytest.Captu
 
     assert run("ls", "--json", str(file), "nowhere") == (0, "", f"written: {file}\n")
     assert json.loads(file.read_text()) == []
-    _, printed, _ = run("models", "--json", "lraspp")
-    code, out, _ = run("models", "lraspp", "--json", str(file))
-    assert (code, out, file.read_text()) == (0, "", printed)
+    for name in ("a", "b", "c"):
+        RecordedRun(tmp_path / "listed" / name).writer.close()
+    _, printed, _ = run("status", str(tmp_path / "listed" / "b"), "--json")
+    code, out, _ = run("status", "--json", str(file), str(tmp_path / "listed" / "b"))
+    found, again = json.loads(printed), json.loads(file.read_text())
+    assert (code, out, again.keys(), again["name"]) == (0, "", found.keys(), "b")
+    printed = file.read_text()
     failed = ("status", "--json", str(file), "no-run")
     assert json.loads(run(*failed)[1])["error"]["exit_code"] == 2
     assert file.read_text() == printed

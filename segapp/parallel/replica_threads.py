@@ -394,7 +394,7 @@ def _caller_states(
 _Slot = tuple[torch.device, int]
 """A device, and the number of its earlier occurrences in the list of devices."""
 
-AHEAD_OF_CALLER = 10_000
+AHEAD_OF_CALLER = 2_000
 """Larger than the number of nodes that the caller's thread makes in one step."""
 MAX_FILLER_NODES = 100_000
 """Maximum number of nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
