@@ -368,7 +368,7 @@ def build_distillation(
     student, own = network.module, cast(nn.Module, critic)
     if isinstance(student, DataParallelModel):
         own = DataParallelModel(critic, student.devices, mode=student.mode)
-    groups = [{"params": list(critic.parameters()), "lr_factor": CRITIC_LR / base_lr}]
+    groups = [{"params": precision.master_weights(critic.parameters()), "lr_factor": CRITIC_LR / base_lr}]
     update = WeightUpdate(cast(Any, critic), adam(groups, CRITIC_LR, (0.9, 0.99)), precision)
     trainer = CriticTrainer(
         critic,
