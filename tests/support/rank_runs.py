@@ -105,7 +105,7 @@ def check_restart_after_out_of_memory(tiny: dict[str, Any], folder: Path, device
     assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4]
     assert [event.get("resumed_from_step") for event in events(run, "run_start")] == [None, 2]
     assert events(run, "run_end")[-1]["status"] == "finished"
-    assert (run / "reports" / "rank_1_step_4.json").exists()
+    assert (run / "reports" / "rank_1_step_3.json").exists()
     settings = final_state(run)["live"]["settings"]
     assert (settings["recompute"], settings["is_recomputed"], settings["num_pieces"]) == ("all", True, 1)
     (change,) = events(run, "settings")

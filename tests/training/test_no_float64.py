@@ -33,7 +33,10 @@ def course(folder: Path) -> list[float]:
 @pytest.mark.slow
 def test_training_without_float64_follows_the_cpu(base: dict[str, Any], tmp_path: Path) -> None:
     """A tensor of float64 on the device would have raised."""
-    wide = {name: merged({**base, "train": {"epochs": 1, "batch_size": 5}}, **each) for name, each in CASES.items()}
+    wide = {
+        name: merged({**base, "train": {"epochs": 1, "batch_size": 5, "precision": "fp32"}}, **each)
+        for name, each in CASES.items()
+    }
     once = merged(wide["ce"].model_dump(mode="json"), train={"epochs": 1})
     listed = [
         {

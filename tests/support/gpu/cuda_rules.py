@@ -72,7 +72,7 @@ def seed_faults() -> None:
         return prepared
 
     Precision.prepare = prepare_with_float_norms  # type: ignore[method-assign]
-    assembler.place_stages = lambda module, stages, rest, _output: place(module, stages, rest)  # type: ignore[assignment]
+    assembler.place_stages = lambda module, stages, rest, output_device: place(module, stages, rest=rest)  # type: ignore[assignment]
 
 
 def error_of(simulator: Simulator, case: dict[str, Any]) -> str | None:
