@@ -286,7 +286,7 @@ def test_a_broken_installation_gives_exit_code_1_and_a_command(tmp_path):
 @pytest.mark.slow
 def test_the_json_of_this_machine_has_the_schema(tmp_path):
     done = doctor(tmp_path, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert {*answer} == {"v", "can_train", "findings"}
     assert (answer["v"], answer["can_train"]) == (1, True)

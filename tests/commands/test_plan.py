@@ -54,8 +54,9 @@ def test_gpu_sizes_are_parsed(text, mib):
 )
 def test_unplannable_config_is_one_clear_line(folder, arguments, named, command):
     code, out, said = command("plan", "--config", folder / "tiny.yaml", *arguments)
-    assert (code, out, said[:7]) == (2, "", "error: ")
-    assert len([line for line in said.splitlines() if not line.startswith("more: segapp docs ")]) == 1
+    other = ("more: segapp docs ", "memory plan: ")  # the last one on a busy machine
+    (line,) = [line for line in said.splitlines() if not line.startswith(other)]
+    assert (code, out, line[:7]) == (2, "", "error: ")
     for part in named:
         assert part in said
 
@@ -162,9 +163,11 @@ def test_plan_of_a_small_network_is_made(folder, tiny):
 
 
 @pytest.mark.slow
-def test_plan_where_batchnorm_needs_two_samples(folder):
-    network = ["model.name=deeplabv3", "parallel.sync_bn=false", "parallel.mode=model"]
-    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", "2x1GiB", "--json", cwd=folder)
+def test_plan_where_batchnorm_needs_two_samples(folder, tiny):
+    model = {"library": "torchvision", "name": "deeplabv3", "encoder": "mobilenet_v3_large", "aux": False}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump({**tiny, "model": model}))
+    parallel = ["parallel.sync_bn=false", "parallel.mode=model"]
+    done = segapp("plan", "--config", "tiny.yaml", *parallel, "--gpus", "2x1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["smallest_chunk"] == 2
