@@ -116,8 +116,8 @@ class ReplicaThreads(Generic[T]):
 
     The order in which autograd adds gradients must also not depend on threads. Autograd numbers the nodes of each
     thread and runs nodes with larger *sequence numbers* first, and in long-lived threads, the numbers depend on all
-    earlier steps. So all threads begin a call at the same number (`_advance_sequence_number`), which is far above that
-    of the caller's thread: whatever was computed before, the nodes of replicas come first.
+    earlier steps. So all threads begin a call at the same number (`_advance_sequence_number`), far above the number
+    in the caller's thread. Whatever was computed before, the nodes of replicas come first.
 
     There is one device per replica; `positions` are their numbers among all `num_devices`, by default 0, 1, and so on.
     The group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
@@ -220,7 +220,7 @@ class ReplicaThreads(Generic[T]):
     def _start(self, workers: Sequence[Worker], calls: Sequence[Callable[[], T]]) -> None:
         """Start the calls at one sequence number; new threads, which begin at 0, replace threads that are far apart.
 
-        The caller's own nodes of this step, and those of second derivatives, stay below it by `AHEAD_OF_CALLER`.
+        The caller's own nodes of this step, which include second derivatives, have smaller numbers.
         """
         first = max(worker.sequence_number for worker in workers)
         if first - min(worker.sequence_number for worker in workers) > MAX_FILLER_NODES:
