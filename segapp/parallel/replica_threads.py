@@ -117,7 +117,8 @@ class ReplicaThreads(Generic[T]):
     The order in which autograd adds gradients must also not depend on threads. Autograd numbers the nodes of each
     thread and runs nodes with larger *sequence numbers* first, and in long-lived threads, the numbers depend on all
     earlier steps. So all threads begin a call at the same number (`_advance_sequence_number`), far above the number
-    in the caller's thread. Whatever was computed before, the nodes of replicas come first.
+    in the caller's thread. Whatever was computed before, the nodes of replicas come first, unless the caller has made
+    `MAX_FILLER_NODES` more than they have.
 
     There is one device per replica; `positions` are their numbers among all `num_devices`, by default 0, 1, and so on.
     The group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
@@ -395,7 +396,7 @@ _Slot = tuple[torch.device, int]
 """A device, and the number of its earlier occurrences in the list of devices."""
 
 AHEAD_OF_CALLER = 2_000
-"""Larger than the number of nodes that the caller's thread makes in one step."""
+"""Larger than the usual number of nodes that the caller's thread makes in one step."""
 MAX_FILLER_NODES = 100_000
 """Maximum number of nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
 
