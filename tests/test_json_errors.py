@@ -81,7 +81,15 @@ def test_a_failure_is_json_and_a_sentence(command: str, failure: Failure) -> Non
     assert error["message"].splitlines()[0] in said
 
 
-def test_json_goes_to_the_file_that_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def half_done(*words: Any, **options: Any) -> None:
+    """Stands for a command that fails after its first lines."""
+    print("[1,")
+    raise ConfigError("half done")
+
+
+def test_json_goes_to_the_file_that_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole, with the code of a finding, and in a new folder; a command that fails leaves the file as it was."""
     file = tmp_path / "new folder" / "found.json"
 
@@ -101,6 +109,10 @@ def test_json_goes_to_the_file_that_follows(tmp_path: Path, capsys: pytest.Captu
     printed = file.read_text()
     failed = ("status", "--json", str(file), "no-run")
     assert json.loads(run(*failed)[1])["error"]["exit_code"] == 2
+    assert file.read_text() == printed
+    with monkeypatch.context() as patch:
+        patch.setattr("segapp.cli.app", half_done)
+        assert json.loads(run(*failed)[1])["error"]["message"] == "half done"
     assert file.read_text() == printed
     (tmp_path / "a-file").write_text("")
     code, _, said = run("ls", "--json", str(tmp_path / "a-file" / "x.json"))
