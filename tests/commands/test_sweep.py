@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,10 +28,11 @@ from segapp.commands.sweep import (
     run_name,
     save_sweep,
     setting_lines,
+    train_runs,
 )
 from segapp.config import dump_config, load_config
 from segapp.errors import ConfigError
-from segapp.run.events import RunEnd, Val
+from segapp.run.events import EpochStart, RunEnd, Val
 from segapp.run.folder import RunFolder, runs_of
 from segapp.view.runs import run_state
 from tests.support.drawn_folders import draw
@@ -389,3 +391,38 @@ def test_sweep_of_folds_and_seeds_is_one_model(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"the runs of this sweep differ in optim.lr: name the runs to average"):
         repeated_runs(str(folder))
     late.writer.close()
+
+
+def test_running_sweep_says_how_far_its_runs_are(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[Any] = []
+    path, runs = plan_sweep(["seed=0..2"], ["tiny.yaml"])
+    save_sweep(path, runs)
+    epochs = iter((2, 1, 3))
+
+    class Trainer:
+        """Stands for a process that has begun an epoch, and ends at the second look."""
+
+        def __init__(self, run: SweepRun) -> None:
+            recorded = RecordedRun(run.folder.path, epochs=3)
+            recorded.write(EpochStart(epoch=next(epochs), lr=0.1, step=0), 1.0)
+            recorded.writer.close()
+            self.said = ""
+
+        @property
+        def exit_code(self) -> int | None:
+            if self.said:
+                return 0
+            self.said = texts[0]()
+            return None
+
+        def print_end(self) -> int:
+            seen.append(self.said)
+            return 0
+
+    seen: list[str] = []
+    monkeypatch.setattr("segapp.commands.sweep._started", lambda run, environment: Trainer(run))
+    monkeypatch.setattr(
+        "segapp.commands.sweep.lines_while", lambda text: texts.append(text) or contextlib.nullcontext()
+    )
+    assert train_runs(runs, [{}]) == [0, 0, 0]
+    assert seen == [f"{i} of 3 runs have ended; seed{i} is in epoch {epoch}/3" for i, epoch in enumerate((2, 1, 3))]
