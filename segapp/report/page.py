@@ -20,6 +20,7 @@ from segapp.errors import ConfigError, RunError, SegappError, storage_errors, wi
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame, confusion_figure, top_confusions
 from segapp.run import words
+from segapp.run.events import Alert
 from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import FIRST_BATCH, RunFolder, find_run
 from segapp.run.state import State, read_tail
@@ -40,7 +41,7 @@ from segapp.view.history import LossHistory
 from segapp.view.plot import class_iou
 from segapp.view.runs import run_state
 from segapp.view.source import SeriesReader, fold_file
-from segapp.view.view import View
+from segapp.view.view import PASSING_ALERTS, View
 
 if TYPE_CHECKING:
     from segapp.report.images import SplitEvaluation
@@ -64,6 +65,7 @@ def render(template: str, values: dict[str, Any]) -> str:
         percent=lambda value: "-" if value is None else f"{100 * value:.1f} %",
         gib=words.gib,
         duration=words.duration,
+        plural=words.plural,
         split=words.dots,
         share=words.share_text,
         clock=lambda t: time.strftime("%Y-%m-%d %H:%M", time.localtime(t)),
@@ -99,9 +101,13 @@ class RunReport:
         return [name for name in (step.terms or {} if step else {}) if f"terms.{name}" in self.series]
 
     @property
-    def class_notes(self) -> list[str]:
-        """Sentences about classes in the training masks, each only once, although every start of a run writes them."""
-        return list(dict.fromkeys(alert.message for alert in self.view.last_alerts if alert.kind == "classes"))
+    def alerts(self) -> list[tuple[Alert, int]]:
+        """The last new message of each kind and reason, with the number of other messages; every start repeats some."""
+        found: dict[tuple[str, str | None], dict[str, Alert]] = {}
+        for alert in self.view.last_alerts:
+            if alert.kind not in PASSING_ALERTS:
+                found.setdefault((alert.kind, alert.reason), {})[alert.message] = alert
+        return [(list(messages.values())[-1], len(messages) - 1) for messages in found.values()]
 
     @property
     def duration_s(self) -> float | None:

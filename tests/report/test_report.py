@@ -24,7 +24,7 @@ from segapp.report.compare import compare_runs, print_comparison
 from segapp.report.images import count_split, evaluate_split, iou_of, mean_of_known
 from segapp.report.page import _memory_rows, class_rows, loss_chart, miou_curves, read_run_report, write_report
 from segapp.run import words
-from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Settings, Step, Topology, Val
+from segapp.run.events import Alert, DeviceMemory, Gpu0Bsz, Memory, Settings, Step, Topology, Val
 from segapp.run.folder import RunFolder
 from segapp.view.history import LossHistory
 from tests.support.fault_runs import tiny_config
@@ -369,19 +369,26 @@ def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
     assert report.duration_s == pytest.approx(run.clock.now_s - 1_760_000_000.0)
 
 
-def test_classes_without_a_training_pixel_are_above_the_table(tmp_path: Path) -> None:
+def test_first_lines_of_a_report_say_what_the_alerts_said(tmp_path: Path) -> None:
+    """The newest message of each kind and reason, once; what is only logged is in the section of the alerts."""
     run = RecordedRun(tmp_path / "run")
-    note = "class without a pixel in the 9 masks of split train: disc; the model cannot learn it"
     for _ in range(2):  # a start and a resume
-        run.alert("classes", note)
-    run.alert("schedule", "too long a warm-up")
+        run.alert("classes", "class without a pixel in the 9 masks of split train: disc; the model cannot learn it")
+    run.alert("settings", "the learning rate is that of the checkpoint")
+    for name in ("box", "disc", "pole"):
+        run.write(Alert(kind="learning", reason="unpredicted", message=f"{name} has an IoU of 0", classes=[name]))
+    run.write(Alert(kind="learning", reason="overfitting", message="the model overfits: set train.early_stop"))
     run.epoch()
     run.end("finished")
-    assert read_run_report(str(run.folder.path)).class_notes == [note]
-    text = write_report(str(run.folder.path), has_pictures=False).read_text()
-    classes = text.partition("<h2>Classes</h2>")[2].partition("<table>")[0]
-    assert classes.count(note) == 1
-    assert "warm-up" not in classes
+    page = write_report(str(run.folder.path), has_pictures=False).read_text()
+    head, _, rest = page.partition("<div class=facts>")
+    assert re.findall("<li>(.*)</li>", head.replace("</li><li>", "</li>\n<li>")) == [
+        "<b>classes</b>: class without a pixel in the 9 masks of split train: disc; the model cannot learn it",
+        '<b>learning</b>: pole has an IoU of 0 (<a href="#alerts">and 2 more</a>)',
+        "<b>learning</b>: the model overfits: set train.early_stop",
+    ]
+    for message in ("box has an IoU of 0", "disc has an IoU of 0", "the learning rate is that of the checkpoint"):
+        assert message in rest.partition("<h2 id=alerts>")[2]
 
 
 def test_class_table_shows_scores_changes_and_absent_classes(tmp_path: Path) -> None:
