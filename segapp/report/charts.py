@@ -83,7 +83,9 @@ def line_chart(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
     if not known:
         return Markup("<p class=quiet>nothing was recorded</p>")
     legend = Markup("").join(curve_key(curve.label, curve.color) for curve in known)
-    return Markup("<figure class=chart>{}<figcaption>{}</figcaption></figure>").format(_picture(known, frame), legend)
+    return Markup('<figure class="chart scroll">{}<figcaption>{}</figcaption></figure>').format(
+        _picture(known, frame), legend
+    )
 
 
 def curve_key(label: str, color: int) -> Markup:
@@ -103,9 +105,18 @@ def _picture(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
             f"{plot.x(at):.1f}", _TOP, HEIGHT_PX - _BOTTOM, _tip(label)))  # fmt: skip
     parts += [_band(curve, plot) for curve in curves if curve.band is not None]
     parts += [_curve_path(curve, plot, is_alone=len(curves) == 1) for curve in curves]
-    return Markup('<svg viewBox="0 0 {} {}" role=img aria-label="{} over {}">{}</svg>').format(
-        frame.width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts)
-    )
+    return Markup('<svg viewBox="0 0 {} {}" style="{}" role=img aria-label="{} over {}">{}</svg>').format(
+        frame.width_px, HEIGHT_PX, _width_style(frame.width_px, 1.1), frame.y_label, frame.x_label,
+        Markup("").join(parts),
+    )  # fmt: skip
+
+
+def _width_style(width_px: int, largest: float) -> str:
+    """Return the style of a figure that the page shrinks to 0.75 times its size, and enlarges up to `largest` times.
+
+    With other sizes, its text is too small or too large to read; a narrower page scrolls the figure.
+    """
+    return f"min-width:{round(0.75 * width_px)}px;max-width:{round(largest * width_px)}px"
 
 
 def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
@@ -234,14 +245,13 @@ class _Grid:
 def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Markup:
     """Return a confusion matrix, (C, C) counts of (target, prediction), as a figure in the colors of the page.
 
-    Rows are targets, columns are predictions, and darker cells have a larger share of the target's pixels. The figure
-    grows with the page up to 1.6 times the size of its cells, and shrinks to 0.75 times; a narrower page scrolls it.
+    Rows are targets, columns are predictions, and darker cells have a larger share of the target's pixels.
     """
     grid = _Grid(matrix, classes)
     return Markup(
-        '<figure class="matrix scroll"><svg viewBox="0 0 {0} {0}" style="min-width:{1}px;max-width:{2}px" role=img '
-        'aria-label="confusion matrix">{3}</svg></figure>'
-    ).format(grid.side_px, round(0.75 * grid.side_px), round(1.6 * grid.side_px), _svg_parts(grid))
+        '<figure class="matrix scroll"><svg viewBox="0 0 {0} {0}" style="{1}" role=img '
+        'aria-label="confusion matrix">{2}</svg></figure>'
+    ).format(grid.side_px, _width_style(grid.side_px, 1.6), _svg_parts(grid))
 
 
 def _svg_parts(grid: _Grid) -> Markup:
