@@ -404,13 +404,12 @@ def test_objects_of_several_entries_of_an_image_are_all_drawn(is_one_file: bool,
 
 @pytest.mark.parametrize("name", ["COCO", "YOLO", "labelme", "Label Studio", "CVAT", "Supervisely", "table"])
 def test_void_and_background_have_one_rule_in_all_formats(name: str, tmp_path: Path) -> None:
-    """The sign is ignored, and the car, which lies on the road, is background."""
+    """The sign is ignored, and the car, which lies on the road, is background by two names."""
     format, root = FORMATS[name], images_in(tmp_path / "d")
     renamed = {"road": "road", "car": "Background", "sign": "Unlabeled"}
-    format.write(
-        root, [one._replace(planes={renamed[key]: own for key, own in one.planes.items()}) for one in entries()]
-    )
-    (root / "data.yaml").write_text(f"names: {[*renamed.values()]}")
+    planes = {renamed[label]: plane(label) for label in BOXES} | {"_background_": plane("car")}
+    format.write(root, [one._replace(planes=planes) for one in entries()])
+    (root / "data.yaml").write_text(f"names: {[*planes]}")
     layout = find_candidates(survey_tree(root))[0]
     assert layout.classes == ("background" if name == "table" else "Background", "road") or name == "table"
     kept, _ = write_files(layout, tmp_path / "out", root)
@@ -526,9 +525,14 @@ def test_brush_strokes_lie_on_each_other_in_their_order(tmp_path: Path) -> None:
     for number, (name, options) in enumerate(zip(NAMES, ENCODINGS, strict=True)):
         tree = label_studio("brushlabels", lambda own, options=options: {"rle": brush(own.plane, **options)})
         root = images_in(tmp_path / name)
-        save_json("tasks.json")(root, tree([Annotated(image, (HEIGHT, WIDTH), strokes) for image in NAMES]))
+        tasks = tree([Annotated(image, (HEIGHT, WIDTH), strokes if image > NAMES[0] else {}) for image in NAMES])
+        for task in tasks[1:]:
+            task["annotations"].insert(0, {"result": []})
+        save_json("tasks.json")(root, tasks)
         found, lines, masks = written(root, tmp_path / "out" / name)
-        assert (found, lines) == ("drawn", []), number
+        said = "the first annotation of 2 tasks is empty, such as of task 1: the first one with objects is used"
+        assert (found, lines) == ("drawn", [f"tasks.json: {said}"]), number
+        assert (masks.pop(NAMES[0]) == "background").all()
         for mask in masks.values():
             np.testing.assert_array_equal(mask, wanted)
 

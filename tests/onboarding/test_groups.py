@@ -172,14 +172,14 @@ def test_true_groups_stay_on_one_side_or_init_asks(drawn: tuple[list[str], list[
 
 def test_patients_in_both_splits_are_found() -> None:
     images = {
-        "train": crossed("patient{:02}_{}.png", range(4), range(3)),
-        "val": crossed("patient{:02}_{}.png", range(2, 6), range(3, 5)),
+        "train": crossed("case1_patient{:02}_{}.png", range(4), range(3)),
+        "val": crossed("case3_patient{:02}_{}.png", range(2, 6), range(3, 5)),
     }
     found = find_shared_groups(images)
     assert found is not None
     assert found.startswith(
-        "2 of the 4 groups of val (patient in the name) are in train too, such as patient02_0.png "
-        "and patient02_3.png: scores on val are too good"
+        "2 of the 4 groups of val (patient in the name) are in train too, such as case1_patient02_0.png "
+        "and case3_patient02_3.png: scores on val are too good"
     )
     (pattern,) = shlex.split(found.partition(" --group ")[2])
     groups = group_pairs(pairs_of(*images["val"]), pattern).groups

@@ -43,8 +43,8 @@ def save(path: Path, plane: Plane) -> None:
 
 FOLDERS = {
     "annotations/masks/{class}/{split}/{}.png": "images/{split}/{}.jpg",
-    "{split}/labels/{class}/{}.png": "{split}/images/rgb/{}.jpg",
-    "masks/{}_{class}.png": "images/{}.jpg",
+    "labeled/{split}/labels/{class}/{}.png": "labeled/{split}/images/rgb/{}.jpg",
+    "masks/{}_mask_{class}.png": "images/{}.jpg",
 }
 
 
@@ -55,8 +55,8 @@ def test_masks_of_classes_that_are_apart_become_ids(pattern: str, tmp_path: Path
         split = "val" if number > 7 else "train"
         wanted[name] = np.zeros((HEIGHT, WIDTH), np.uint8)
         draw_image(root / FOLDERS[pattern].replace("{split}", split).replace("{}", name), (HEIGHT, WIDTH))
-        for part, kind in enumerate(("bicyclist", "car", "road")):
-            if kind == "bicyclist" and number % 2:
+        for part, kind in enumerate(("2_wheeler", "car", "road")):
+            if kind == "2_wheeler" and number % 2:
                 continue
             save(
                 root / pattern.replace("{class}", kind).replace("{split}", split).replace("{}", name),
@@ -64,7 +64,7 @@ def test_masks_of_classes_that_are_apart_become_ids(pattern: str, tmp_path: Path
             )
             wanted[name][stripe(name, part)] = part + 1
     config, result, names = proposed(root, tmp_path / "made.yaml")
-    assert config.data.classes == ["background", "bicyclist", "car", "road"]
+    assert config.data.classes == ["background", "2_wheeler", "car", "road"]
     assert config.data.multilabel is None
     read = targets_read(config)
     assert sorted(read) == NAMES

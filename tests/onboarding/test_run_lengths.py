@@ -61,9 +61,9 @@ def test_severstal_rows_are_classes_and_no_row_is_background(tmp_path: Path) -> 
         for defect in ([], [3], [1, 4])[number % 3]:
             plane = disk(f"{name}{defect}", WIDE) & (wanted[name] == 0)
             wanted[name][plane] = {1: 1, 3: 2, 4: 3}[defect]
-            rows.append((f"{name}.jpg", str(defect), runs_of(plane)))
+            rows.append(("none", f"{name}.jpg", str(defect), runs_of(plane), f"group {defect}"))
     draw_image(root / "test_images" / "9999.jpg", WIDE)
-    table(root / "train.csv", ["ImageId", "ClassId", "EncodedPixels"], rows)
+    table(root / "train.csv", ["mask", "ImageId", "ClassId", "EncodedPixels", "Category"], rows)
     table(root / "sample_submission.csv", ["ImageId", "EncodedPixels", "ClassId"], [("9999.jpg", "1 9", "1")])
     config, result, _ = proposed(root, tmp_path / "made.yaml")
     assert config.data.classes == ["background", "class_1", "class_3", "class_4"]
@@ -128,12 +128,11 @@ def test_order_that_nothing_tells_is_asked(tmp_path: Path) -> None:
 
 
 def test_rows_of_an_image_are_united(tmp_path: Path) -> None:
-    root, rows = tmp_path / "d", []
+    root, rows = tmp_path / "d", [(f"{NAMES[0]}.jpg", "")]
     for name in [*NAMES, "0010"]:
         draw_image(root / "train_v2" / f"{name}.jpg")
     for name in NAMES[1:]:
-        rows += [(f"{name}.jpg", runs_of(disk(f"{name}{ship}"))) for ship in "ab"]
-    rows.append((f"{NAMES[0]}.jpg", ""))
+        rows += [(f"{name}.jpg", ship and runs_of(disk(f"{name}{ship}"))) for ship in ("", "a", "b")]
     for number, own in enumerate((rows[:9], rows[9:])):  # one ship of an image is in the other table
         table(root / f"train_ship_segmentations_v{number}.csv", ("ImageId", "EncodedPixels"), own)
     config, result, _ = proposed(root, tmp_path / "made.yaml")

@@ -68,7 +68,7 @@ def test_palettes_are_told_apart_by_their_colours() -> None:
     assert recognise(PUBLISHED["ade20k"].colors[:12], "") is PUBLISHED["ade20k"]
     primary = [(255, 0, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255)]  # ADE20K and SUIM have all four
     assert recognise(primary, "masks/a.png") is None
-    assert recognise(primary, "SUIM/masks/a.png") is PUBLISHED["suim"]
+    assert recognise(primary, "ade20k/SUIM/masks/a.png") is PUBLISHED["suim"]
     assert recognise([(0, 0, 0), (1, 2, 3), (200, 100, 0), (9, 9, 9)], "") is None
 
 
@@ -104,7 +104,7 @@ def test_class_file_in_another_encoding_is_refused(file: str, content: bytes, pr
     [
         ("classes.txt", "\ufeffground\r\nStraße\r\ncar\r\n", "ground Straße car", ""),  # a byte order mark
         ("classes.csv", "id,name\n0.0,ground\n1.0,road\n2.0,car\n", "ground road car", ""),
-        ("classes.csv", "id;name\n0;ground\n1;road\n2;car\n", "ground road car", ""),
+        ("classes.csv", ";id;name\n7;0;ground\n;1;road\n9;2;car\n", "ground road car", ""),
         ("classes.csv", "id,name\n0,ground\n1,\n2,nan\n", "ground class_1 class_2", 'the name of 1 is ""'),
         ("classes.csv", "id,name\n1,ground\n0,sky\n1,road\n0,car\n", None, "not used: 1 is the id of two names"),
         ("classes.csv", "id,name\n0,ground\nx,road\n2,car\n", None, 'the id of entry 1 is "x", not a number'),

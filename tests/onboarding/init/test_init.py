@@ -14,7 +14,7 @@ import pytest
 from segapp.__main__ import main
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.init import InitRequest, as_dict, propose_config
 from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, listing, names_read, proposed, save
 from tests.support.fake_smi import FOUR, smi_of
 from tests.support.runs import segapp
@@ -232,7 +232,7 @@ def test_folds_are_configs_that_together_validate_on_all(tmp_path: Path) -> None
     names = [f"{scene}/{number:04}" for scene in "abcdefg" for number in range(3)]
     draw(tmp_path / "d", names, "images/{}.jpg", "masks/{}.png")
     result = propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", folds=5))
-    assert [path.name for path in result.configs] == [f"made-fold{i}.yaml" for i in range(5)]
+    assert [Path(path).name for path in as_dict(result)["configs"]] == [f"made-fold{i}.yaml" for i in range(5)]
     validated: list[str] = []
     for path in result.configs:
         config = load_config(path)

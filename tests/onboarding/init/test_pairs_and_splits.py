@@ -109,12 +109,14 @@ def test_rows_give_exactly_the_pairs_and_splits_that_they_name(
     images, masks = [f"x/{i}.jpg" for i in range(6)], [f"y/{i}.png" for i in range(6)]
     before = [f"w/{i}.jpg" for i in range(6)]
     front = "C:\\sets\\d\\" if absolute else ""
-    rows = tuple((front + before[i], front + images[i], front + masks[order[i]], splits[i]) for i in range(6))
+    files = [(before[i], before[5 - i], images[i], masks[order[i]], masks[i]) for i in range(6)]
+    rows = tuple((*(front + file for file in files[i]), splits[i], f"s{i}" if i else "", f"p{i}") for i in range(6))
     tree = Tree(Path("d"), (*images, *masks, *before), (), leads_outside=False)
-    layout = paired_lists(tree, [Table("all.csv", ("before", "image", "label", "split"), rows)])
+    head = ("before", "file", "image", "label", "mask", "split", "site", "the_patient")
+    layout = paired_lists(tree, [Table("all.csv", head, rows)])
     assert layout is not None
-    assert {(pair.image, pair.mask, pair.split) for pair in layout.pairs} == {
-        (images[i], masks[order[i]], splits[i]) for i in range(6)
+    assert {(pair.image, pair.mask, pair.split, pair.group) for pair in layout.pairs} == {
+        (images[i], masks[order[i]], splits[i], f"p{i}") for i in range(6)
     }
 
 
@@ -131,6 +133,7 @@ def test_a_list_does_not_change_the_splits_of_folders() -> None:
 def test_number_in_a_list_that_fits_two_images_is_unused() -> None:
     pairs = tuple(Pair(f"images/{stem}.jpg", f"masks/{stem}.png") for stem in ("01", *map(str, range(1, 13))))
     tables = [
+        Table("old/train.txt", (), (("12",), ("3",))),
         Table("train.txt", (), tuple((f"{i:03}",) for i in range(1, 11))),
         Table("val.txt", (), (("11",), ("012",))),
     ]
@@ -150,17 +153,20 @@ def test_another_file_whose_name_begins_as_a_mask_is_no_mask(tmp_path: Path) -> 
 
 
 def test_an_unlikely_reading_is_asked_instead_of_written(tmp_path: Path) -> None:
-    """Five of twelve images have no mask, and as many masks have no image."""
+    """Five of twelve images have no mask, and as many masks have no image; the older masks have even fewer."""
     root = tmp_path / "d"
     for name in NAMES:
         draw_image(root / f"images/{name}.png")
-        draw_mask(root / ("masks/" + (name if int(name) < 7 else f"other{name}x") + ".png"))
-    with pytest.raises(OpenQuestionError, match=r"no reading of .* is likely enough.*--layout masks") as raised:
+        for folder, num_pairs in (("masks", 7), ("older/labels", 6)):
+            draw_mask(root / folder / f"{name if int(name) < num_pairs else f'other{name}x'}.png")
+    with pytest.raises(
+        OpenQuestionError, match=r"no reading of .* likely enough.*--layout 'images -> masks'"
+    ) as raised:
         init(root)
-    (words,) = raised.value.answers.values()
+    words, _, _ = raised.value.answers.values()
     assert "7 of 12 images have a mask" in words
     assert not root.with_suffix(".yaml").exists()
-    _, found = init(root, layout="masks")
+    _, found = init(root, layout="images -> masks")
     assert found["train"] | found["val"] == {f"images/{name}.png": f"masks/{name}.png" for name in NAMES[:7]}
 
 
@@ -169,8 +175,8 @@ def test_numbered_folders_with_the_word_of_a_split_are_scenes(tmp_path: Path) ->
     for number in range(1, 7):
         for name in ("0", "1"):
             case = f"Set_Training_{number:03}"
-            draw_image(root / case / f"{case}_{name}.png")
-            draw_mask(root / case / f"{case}_{name}_seg.png")
+            draw_image(root / case / f"v{name}" / f"{case}.png")
+            draw_mask(root / case / f"v{name}" / f"{case}_seg.png")
     _, found = init(root)
     pairs = found["train"] | found["val"]
     assert pairs == {image: image.replace(".png", "_seg.png") for image in pairs}

@@ -232,6 +232,7 @@ def image_folder(canvas: Canvas) -> None:
     for number, name in enumerate(TWELVE):
         canvas.pair(f"train/{name}.png", f"train/seg_{number * 5 % 12:04}.png", UNNAMED)
         rows.append(json.dumps({"file_name": f"{name}.png", "mask_file_name": f"seg_{number * 5 % 12:04}.png"}))
+    canvas.text("train/events.jsonl", ["{}"])
     canvas.text("train/metadata.jsonl", rows)
 
 
