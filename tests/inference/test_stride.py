@@ -77,48 +77,29 @@ def test_more_pixels_change_no_label_far_from_them(key: str, logits_of: Callable
     torch.manual_seed(5)
     model = without_global_context(build_model(library, name, 5, encoder=encoder, options=options))
     assert (model.logits_stride, model.coarsest_stride) == (stride, coarsest)
-    assert_labels_stay(model, logits_of, SIZE, MARGIN)
-
-
-def assert_labels_stay(
-    model: SegmentationModel,
-    logits_of: Callable[..., Tensor],
-    size: tuple[int, int],
-    margin: int,
-    *,
-    sees_all: bool = False,
-) -> None:
-    """Compare the labels at least `margin` pixels from the right and the bottom of images of more and more pixels.
-
-    With `sees_all`, a network may look at the whole image. Then a label is free to change where the best two logits are
-    closer than what other colors in the last pixels change.
-    """
-    coarsest = model.size_multiple
-    largest = size[0] + coarsest, size[1] + coarsest
+    largest = SIZE[0] + coarsest, SIZE[1] + coarsest
     smooth = F.interpolate(torch.rand(1, 3, 8, 9) * 220, largest, mode="bicubic")
     images = (smooth + torch.randint(0, 30, smooth.shape)).clamp(0, 255).byte()
 
-    def seen(images: Tensor) -> Tensor:
-        return logits_of(model, images)[0, :, : size[0] - margin, : size[1] - margin]
+    def seen(more_px: int) -> Tensor:
+        shown = images[..., : SIZE[0] + more_px, : SIZE[1] + more_px]
+        return logits_of(model, shown)[0, :, : SIZE[0] - MARGIN, : SIZE[1] - MARGIN]
 
-    own = images[..., : size[0], : size[1]]
-    found, other = seen(own), own.clone()
-    other[..., -coarsest:, :], other[..., -coarsest:] = 128, 128
-    least_gap = 1e-3 + (4 * float((seen(other) - found).abs().max()) if sees_all else 0)
+    found = seen(0)
     mean = found.mean((1, 2), keepdim=True)  # of a random network, one class would win everywhere
     best = (found - mean).topk(2, 0)
-    is_decided = best.values[0] - best.values[1] > least_gap
-    assert sees_all or len(best.indices[0][is_decided].unique()) > 3
+    is_decided = best.values[0] - best.values[1] > 1e-3
+    assert len(best.indices[0][is_decided].unique()) > 3
     for more_px in (1, 3, coarsest // 2, coarsest - 1, coarsest):
-        labels = (seen(images[..., : size[0] + more_px, : size[1] + more_px]) - mean).argmax(0)
+        labels = (seen(more_px) - mean).argmax(0)
         assert int((labels != best.indices[0])[is_decided].sum()) == 0, more_px
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [pair for pair in RUNNING if "*" not in TABLE[pair]], ids="/".join)
 @torch.no_grad()
-def test_labels_stay_for_every_network_of_the_page(pair: tuple[str, str, str]) -> None:
-    """Also, pixels of the mean color are worth as much as none, whatever a network looks at."""
+def test_pixels_of_the_mean_color_are_worth_as_much_as_none(pair: tuple[str, str, str]) -> None:
+    """Unlike labels far from more pixels, this holds whatever a network looks at: attention, a dilation of 288 px."""
     torch.manual_seed(5)
     model = without_global_context(built(*pair))
     height, width = model.suitable_size(353, 417)
@@ -131,4 +112,3 @@ def test_labels_stay_for_every_network_of_the_page(pair: tuple[str, str, str]) -
             of_inference(model, each)[..., : height - less_px, : width - less_px] for each in (shown, colored)
         )
         torch.testing.assert_close(found, expected, rtol=0, atol=0.02)  # LayerNorm enlarges rounded zeros
-    assert_labels_stay(model, of_inference, (353, 417), 256, sees_all=True)

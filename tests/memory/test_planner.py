@@ -231,7 +231,7 @@ def test_automatic_batch_is_above_those_batchnorm_refuses(split, others_mib, lar
     config = validate_config({"name": "x", "data": {"format": "voc", "root": "x"}, "parallel": {"mode": "dp", **split}})
     few = planner(gpus=(GPUS[0], *[GpuSpec(others_mib)] * 2), smallest_chunk=2)
     if isinstance(largest, int):
-        assert _largest_batch(config, few, 2, 4096) == largest
+        assert [_largest_batch(config, few, 2, most) for most in (4096, largest)] == [largest, largest]
     else:
         with pytest.raises(ConfigError, match=f"auto: {largest} would not fit 10000, 2000, 2000 MiB"):
             _largest_batch(config, few, 2, 4096)

@@ -18,6 +18,7 @@ from segapp.planning.auto import resolve_auto
 from segapp.planning.trial import evaluation_size
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
+from tests.support.drawn_folders import draw_image, draw_mask
 from tests.support.live_runs import assert_answered_once, three_devices
 from tests.support.runs import events, final_state, merged, resume, train
 
@@ -31,6 +32,15 @@ pytestmark = pytest.mark.usefixtures("logical_budgets")
 def test_published_data_that_are_not_here_have_their_usual_size(format, size, tmp_path):
     config = validate_config({"name": "plan", "data": {"format": format, "root": str(tmp_path / "absent")}})
     assert evaluation_size(config) == (size, f"usual for {format}: its images are not here")
+
+
+def test_the_largest_validation_image_has_the_most_pixels(tmp_path):
+    for name, size in {"a": (30, 50), "b": (60, 20), "c": (45, 40), "d": (20, 70)}.items():
+        draw_image(tmp_path / f"images/val/{name}.png", size)
+        draw_mask(tmp_path / f"masks/val/{name}.png", size=size)
+    data = {"format": "folder", "root": str(tmp_path), "classes": ["x", "y"]}
+    config = validate_config({"name": "plan", "data": data})
+    assert evaluation_size(config) == ((45, 40), "the largest of 4 validation images")
 
 
 def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_section: Any = (), **parallel: Any) -> Any:
