@@ -38,13 +38,13 @@ def test_files_that_name_cuda_are_about_cuda_itself() -> None:
 
 
 class FakeCuda(types.SimpleNamespace):
-    """torch.cuda of a machine with two GPUs: random states that count up, and memory."""
+    """torch.cuda of a machine with three GPUs: random states that count up, and memory."""
 
     def __init__(self) -> None:
-        super().__init__(states={0: 10, 1: 20}, free=[50, 950], refusals=[0, 0])
+        super().__init__(states={0: 10, 1: 20, 2: 30}, free=[50, 950, 960], refusals=[0, 0, 0])
 
     def device_count(self) -> int:
-        return 2
+        return 3
 
     def is_initialized(self) -> bool:
         return True
@@ -71,25 +71,25 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_random_states_of_every_gpu_return_from_a_checkpoint(cuda: FakeCuda) -> None:
     state = capture_rng()
-    assert [int(each) for each in state["cuda"]] == [10, 20]
-    cuda.states = {0: 1, 1: 2}
+    assert [int(each) for each in state["cuda"]] == [10, 20, 30]
+    cuda.states = {0: 1, 1: 2, 2: 3}
     restore_rng(state)
-    assert cuda.states == {0: 10, 1: 20}
-    restore_rng({**state, "cuda": [torch.tensor([n], dtype=torch.uint8) for n in (5, 6, 7)]})
-    assert cuda.states == {0: 5, 1: 6}, "the state of a GPU that is gone is skipped"
+    assert cuda.states == {0: 10, 1: 20, 2: 30}
+    restore_rng({**state, "cuda": [torch.tensor([n], dtype=torch.uint8) for n in (5, 6, 7, 8)]})
+    assert cuda.states == {0: 5, 1: 6, 2: 7}, "the state of a GPU that is gone is skipped"
 
 
 def test_rollback_returns_the_states_of_its_gpus_alone(cuda: FakeCuda) -> None:
-    state = capture_torch_rng([torch.device("cuda:1"), torch.device("cpu")])
-    assert [(str(device), int(each)) for device, each in state[1]] == [("cuda:1", 20)]
-    cuda.states = {0: 1, 1: 2}
+    state = capture_torch_rng([torch.device(name) for name in ("cuda:2", "cpu", "cuda:1")])
+    assert [(str(device), int(each)) for device, each in state[1]] == [("cuda:2", 30), ("cuda:1", 20)]
+    cuda.states = {0: 1, 1: 2, 2: 3}
     restore_torch_rng(state)
-    assert cuda.states == {0: 1, 1: 20}
+    assert cuda.states == {0: 1, 1: 20, 2: 30}
 
 
 @pytest.mark.parametrize(
     ("free", "refusals", "is_short"),
-    [([50, 950], [0, 0], True), ([500, 950], [0, 0], False), ([500, 950], [0, 2], True)],
+    [([950, 50, 960], [0] * 3, True), ([500, 950, 960], [0] * 3, False), ([500, 950, 960], [0, 2, 0], True)],
     ids=["full", "half-empty", "refused under a budget"],
 )
 def test_vague_error_counts_as_memory_where_a_gpu_is_full(

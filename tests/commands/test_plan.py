@@ -149,11 +149,12 @@ def test_plan_of_a_small_network_is_made(folder, tiny):
     (folder / "net.py").write_text(NETWORK)
     (folder / "tiny.yaml").write_text(yaml.safe_dump({**tiny, "model": {"library": "python", "name": "other.py:Net"}}))
     words = ["model.name=net.py:Net", "data.workers=3", "data.crop_px=[240,400]", "train.accumulate=3"]
-    done = segapp("plan", "--config", "tiny.yaml", *words, "--gpus", "1GiB", "--json", cwd=folder)
+    words += ["parallel.mode=dp", "--gpus", "1GiB,2GiB"]
+    done = segapp("plan", "--config", "tiny.yaml", *words, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    (row,) = found["rows"]
-    assert (row["split"], row["fits"]) == ([2], True)
+    row = found["rows"][2]
+    assert [(each["split"], each["fits"]) for each in found["rows"]] == [([0, 2], True), ([1, 1], True), ([2, 0], True)]
     assert "fp32 (auto: net.py:Net asks for it)" in found["notes"][0]
     images_mib = 2 * 3 * 240 * 400 * 4 / 2**20
     assert found["ring_mib"] == round((6 + 1 + 3) * 2 * (3 + 1) * 240 * 400 / 2**20, 1)

@@ -224,6 +224,7 @@ def test_smallest_possible_batch_may_be_the_largest(smallest_chunk, total_mib, l
         ({"shares": [2, 4, 3]}, 10_000.0, 9),
         ({}, 2_000.0, "6 images"),
         ({"shares": [2, 4, 3]}, 2_000.0, "9 images"),
+        ({"gpu0_bsz": "auto"}, 2_000.0, 8),
     ],
 )
 def test_automatic_batch_is_above_those_batchnorm_refuses(split, others_mib, largest):

@@ -51,7 +51,7 @@ def seen_blocks(monkeypatch):
 @pytest.mark.usefixtures("logical_budgets")
 def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, monkeypatch, seen_blocks, capsys):
     """Also when it is resumed and when gpu0_bsz is another, and with the losses of a run without."""
-    blocks = (("encoder.model.layer1.0",), ())
+    blocks = ((), ("encoder.model.layer1.0",))
     planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=blocks)
     planned = replace(planned, notes=("its first note", "its last note"))
     folder = RunFolder.create(path=tmp_path / "run")

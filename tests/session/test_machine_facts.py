@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from segapp.config import RunConfig, load_config, validate_config
-from segapp.errors import StorageError
+from segapp.errors import DataError, StorageError
 from segapp.parallel.agreement import compare
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from segapp.run.folder import RunFolder
@@ -82,37 +82,41 @@ def test_data_are_compared_wherever_they_are(tiny: dict[str, Any], tmp_path: Pat
 
 def test_folders_of_the_data_may_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of an image and its mask are equal, and so are those of both splits."""
-    for root, images, masks in (("data", "images", "masks"), ("other/data", "imgs", "labels/fine")):
-        for kind, folder in (("image", images), ("mask", masks)):
+    for root, images, masks in (("data", "images", "masks/{}"), ("other/data", "imgs", "labels/{}/fine")):
+        for kind, folder in (("image", images), ("road", masks.format("road")), ("snow", masks.format("snow"))):
             for split in ("train", "val"):
                 (tmp_path / root / folder / split / "b").mkdir(parents=True)
                 for name in ("1.png", "b/1.png"):
                     (tmp_path / root / folder / split / name).write_text(f"{kind} {split} {name}")
         (tmp_path / root / "fov.png").write_text("everywhere")
     monkeypatch.chdir(tmp_path)
-    raw = {"name": "run", "model": {"name": "fcn_resnet50"}, "data": {"format": "folder", "classes": ["a", "b"]}}
-    raw["data"]["valid_area"] = "fov.png"
+    raw = {"name": "run", "model": {"name": "fcn_resnet50"}, "data": {"format": "folder", "classes": ["road", "snow"]}}
+    raw["data"] |= {"valid_area": "fov.png", "multilabel": "files", "mask_dir": "masks/{class}"}
+    raw["loss"] = {"name": "bce"}
     folders = [
         {"root": "data"},
         {"root": "./data"},
         {"root": "other/../data"},
         {"root": str(tmp_path / "data")},
-        {"root": "other/data", "image_dir": "imgs", "mask_dir": "labels/fine"},
+        {"root": "other/data", "image_dir": "imgs", "mask_dir": "labels/{class}/fine"},
     ]
     facts = [facts_of(validate_config({**raw, "data": raw["data"] | where})) for where in folders]
     assert compare(facts).reason == ""
-    assert facts[0].data["the number of files of train"] == "5"
-    assert len([name for name in facts[0].data if name.startswith("the content of ")]) == 10
-    (tmp_path / "other/data/labels/fine/val/b/1.png").write_text("mask val b/2.png")
+    assert facts[0].data["the number of files of train"] == "7"
+    assert len([name for name in facts[0].data if name.startswith("the content of ")]) == 14
+    (tmp_path / "other/data/labels/snow/fine/val/b/1.png").write_text("snow val b/2.png")
     changed = facts_of(validate_config({**raw, "data": raw["data"] | folders[-1]}))
-    assert compare([facts[0], changed]).reason.startswith("the content of val mask b/1.png is ")
+    assert compare([facts[0], changed]).reason.startswith("the content of val mask 1 b/1.png is ")
 
 
-def test_data_that_are_not_there_are_the_problem(tiny: dict[str, Any], tmp_path: Path) -> None:
-    facts = facts_of(changed(merged(tiny), "data.root", str(tmp_path / "nothing")))
-    assert facts.problem is not None
-    assert facts.problem[0] == 3
-    assert f"{tmp_path / 'nothing'} does not exist" in facts.problem[1]
+def test_files_that_cannot_be_read_are_the_problem(tiny: dict[str, Any]) -> None:
+    for key, path, error, words in (
+        ("data.root", "/nothing", DataError, "/nothing does not exist"),
+        ("model.weights", "/proc/self/mem", StorageError, "cannot read /proc/self/mem"),  # a file that nobody reads
+    ):
+        problem = facts_of(changed(merged(tiny), key, path)).problem
+        assert problem is not None
+        assert (problem[0], words in problem[1]) == (error.exit_code, True)
 
 
 def test_source_of_a_component_counts_and_its_folder_does_not(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -150,13 +154,6 @@ def test_weights_of_a_run_are_those_that_it_gives(tiny: dict[str, Any], tmp_path
     assert compare([of_run, of_copy]).code == 0
     assert compare([of_run, last]).code == 2
     assert compare([of_copy, last]).reason.startswith("model.weights is a file with SHA-256 ")
-
-
-def test_weights_that_cannot_be_read_are_the_problem(tiny: dict[str, Any]) -> None:
-    facts = facts_of(changed(merged(tiny), "model.weights", "/proc/self/mem"))  # a file for everyone, that nobody reads
-    assert facts.problem is not None
-    assert facts.problem[0] == StorageError.exit_code
-    assert "cannot read /proc/self/mem" in facts.problem[1]
 
 
 def test_only_some_files_of_a_large_set_are_read(

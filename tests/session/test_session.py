@@ -11,6 +11,7 @@ import threading
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -250,8 +251,11 @@ def test_ranks_start_again_while_they_report_a_way(
 ) -> None:
     commands: list[list[str]] = []
     lessons = iter(steps)
+    plan = DevicePlan("ddp", tuple(map(torch.device, ("cuda:2", "cpu", "cuda:0"))), "as named", "so many")
 
     def launch(command: list[str], num_ranks: int, *, env: dict[str, str]) -> int:
+        with patch.dict(os.environ, {**env, "RANK": "2", "WORLD_SIZE": "3"}):
+            assert ranks.devices_of_launcher() == plan
         commands.append(command)
         step = next(lessons, None)
         if step is not None:
@@ -263,7 +267,8 @@ def test_ranks_start_again_while_they_report_a_way(
         return 0 if step is None and steps else OutOfMemoryError.exit_code
 
     monkeypatch.setattr(ranks, "launch_local", launch)
-    config = merged(tiny, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
+    monkeypatch.setattr(session, "plan_devices", lambda _: plan)
+    config = merged(tiny, parallel={"mode": "ddp"})
     code = run_session(TrainRequest(config, run=tmp_path / "run"), ["--debug", "train"])
     assert code == (0 if steps else OutOfMemoryError.exit_code)
     again = ["-m", "segapp", "--debug", "train", "--plain", "--resume", str(tmp_path / "run")]

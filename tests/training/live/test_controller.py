@@ -517,6 +517,10 @@ def test_auto_waits_for_replays_and_frozen_parameters(tmp_path: Path, monkeypatc
     controller.adopt(controller.settings.with_changes({"num_pieces": 2}))
     assert not split.checker.peaks.measured, "peaks of larger pieces say nothing about these"
     split.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    harness.send("set lr_factor=3")
+    for _ in range(2):
+        controller.add_automatic_changes(30)
+        assert [change.is_split for change in controller.record.waiting] == [False, True], "one move"
     harness.begin_epoch(30)
     assert controller.settings.gpu0_bsz_auto
     assert split.current is not None

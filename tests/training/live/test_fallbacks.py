@@ -239,13 +239,16 @@ def test_reports_of_other_failures_revert_nothing(tmp_path: Path) -> None:
     assert len(fallbacks_after(run.folder, 0)) == 2, "resumes from before them need both"
 
 
-@pytest.mark.parametrize(("num_ranks", "failed"), [(1, set()), (2, {(3, 5)}), (3, set())])
+@pytest.mark.parametrize(("num_ranks", "failed"), [(1, set()), (2, {(3, 5), (2, 6)}), (3, {(4, 3, 1)})])
 def test_split_that_failed_counts_for_as_many_ranks(
     tiny: dict[str, Any], tmp_path: Path, num_ranks: int, failed: set[tuple[int, ...]]
 ) -> None:
     """One process in dp has another memory than the ranks that reported it, and three ranks have other splits."""
     run = Run(tmp_path / "run", "applied")
-    run.rank_fails((3, 5))
+    for rank, split, step in ((1, (3, 5), 4), (2, (4, 3, 1), 7), (3, (2, 6), 5)):
+        run.rank_fails(split, rank, step)
     ranks = Mock(is_main=True, world_size=num_ranks, from_main=lambda value: value)
     context = Mock(folder=run.folder, ranks=ranks, locations=DeviceLocations(("cpu",) * 2))
-    assert _start_of(merged(tiny), context, None, None)[1] == failed
+    start, found = _start_of(merged(tiny), context, None, None)
+    assert found == failed
+    assert [each.values.get("window_px") for each in start.record.replays[2:]] == [(64, 32), (64, 96), (64, 64)]

@@ -344,8 +344,9 @@ def test_step_without_valid_pixels_has_loss_0_and_no_update() -> None:
 def test_micro_batches_have_one_split_and_their_own_phases() -> None:
     marks: list[str] = []
     engine = engine_of(CriterionCE(), mark=marks.append)
-    assert engine.step([batch(4), batch(2), batch(1)]).split == [4]
-    assert marks == ["forward", "loss", "backward"] * 3 + ["step", "data"]
+    engine.model.min_train_batch = 2
+    assert engine.step([batch(7), batch(2), batch(1)], num_pieces=4).split == [7]
+    assert marks == ["forward", "loss", "backward"] * (3 + 1 + 1) + ["step", "data"]
     assert engine.step([batch(4), batch(2)], num_samples=9).split == [9]
 
 

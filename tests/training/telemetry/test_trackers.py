@@ -270,7 +270,7 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
 def test_missing_tracker_package_is_one_clear_error(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    config = merged(tiny, log={"wandb": "tests", "tensorboard": False})
-    with pytest.raises(ConfigError, match="pip install wandb"):
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)  # as if it were not installed
+    config = merged(tiny, log={"mlflow": "http://box", "tensorboard": False})
+    with pytest.raises(ConfigError, match=r"^log\.mlflow needs the package mlflow-skinny: pip install mlflow-skinny$"):
         make_trackers(config, RunFolder.create(path=tmp_path / "run"), ["a"], None)
