@@ -10,6 +10,8 @@ this file draws.
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 from pathlib import Path
 
 from demo_drawing.scene import draw_scene
@@ -27,6 +29,18 @@ def write_demo(out: Path, max_scenes: int | None = None) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 name = f"{town.name}_000000_{index + 1:06d}_{suffix}.png"
                 Image.fromarray(array).save(folder / name, optimize=True)
+
+
+def write_whole(out: Path) -> None:
+    """Draw all scenes into the folder `out`, which appears at the end: a part of them would be a data set, too."""
+    made = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        made.mkdir(parents=True)
+        write_demo(made)
+        if not out.exists():  # another process can have drawn them at the same time
+            made.rename(out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def main() -> None:

@@ -226,6 +226,10 @@ def _one_line_errors(words: list[str], is_debug: bool, *, as_json: bool) -> Iter
         if is_debug:
             raise
         _fail(error, as_json)
+    except ImportError as error:
+        if is_debug or (error.name or "").startswith("segapp"):
+            raise
+        _fail(SegappError(f"a package cannot be imported ({error}): segapp doctor says what to install"), as_json)
     except OSError as error:
         if is_debug or error.errno not in _STORAGE_ERRNOS | _NAME_ERRNOS:
             raise

@@ -135,7 +135,9 @@ def train(
         return
     if "RANK" not in os.environ:  # all ranks find the same problem, and rank 0 reports it
         from segapp.assembly.paths import check_paths
+        from segapp.datasets.demo import draw_demo
 
+        draw_demo(request.config.data.root)
         check_paths(request.config, is_new=request.is_new, copies=request.copies)
     if smoke:
         from segapp.commands.smoke import run_smoke

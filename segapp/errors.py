@@ -59,13 +59,13 @@ def without_secrets(text: str) -> str:
     return _SECRETS.sub(r"\1\2", text)
 
 
-def install_command(extra: str) -> str:
-    """Return how to install an optional dependency group from a clone: segapp is not in a package index.
+def install_command(name: str) -> str:
+    """Return how to install an optional dependency group: segapp is not in a package index.
 
     >>> install_command("geo")
-    "run `uv sync --extra geo` or `pip install '.[geo]'` in the clone of segapp"
+    "run `uv sync --extra geo` or `pip install '.[geo]'` in the clone, or `pip install 'WHEEL[geo]'`"
     """
-    return f"run `uv sync --extra {extra}` or `pip install '.[{extra}]'` in the clone of segapp"
+    return f"run `uv sync --extra {name}` or `pip install '.[{name}]'` in the clone, or `pip install 'WHEEL[{name}]'`"
 
 
 class SegappError(Exception):

@@ -156,6 +156,25 @@ def test_resume_option_may_have_no_value(given: list[str], expected: list[str]) 
     assert with_resume_value(given) == expected
 
 
+def test_a_missing_library_is_one_line(config_file: Path, tmp_path: Path) -> None:
+    """As of an OpenCV that needs libGL, on a machine without it. A fault of segapp keeps its traceback."""
+    fails = (
+        "import sys\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n        if name == {!r}:\n"
+    )
+    fails += "            raise ImportError('libGL.so.1: cannot open shared object file', name=name)\n"
+    fails += "sys.meta_path.insert(0, Finder())\nfrom segapp.__main__ import main\nmain(sys.argv[1:])\n"
+    train = ["train", "--config", "tiny.yaml", "--plain", "--run", "run"]
+    results = {}
+    for module in ("cv2", "segapp.assembly.pairs"):
+        command = [sys.executable, "-c", fails.format(module), *train]
+        results[module] = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert_one_clear_error(
+        results["cv2"], 1, "cannot be imported (libGL.so.1: cannot open", "segapp doctor says what to install"
+    )
+    assert results["cv2"].stderr.count("\n") == 1
+    assert "Traceback" in results["segapp.assembly.pairs"].stderr
+
+
 @pytest.mark.parametrize("module", ["typer", "torch"])
 def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path: Path, module: str) -> None:
     (tmp_path / "interrupted.py").write_text(

@@ -201,13 +201,15 @@ def try_imports() -> None:
 def _failed(name: str, found: str) -> Diagnosis:
     if name in ("torch", "torchvision"):
         return Diagnosis(name, "missing", found, True, "training", _install("torch", "torchvision", again=True))
-    fixes = {"trainer": "install what this error names", "triton": _install("triton", again=True)}
+    # libGL is needed by opencv-python, which another package can have put over opencv-python-headless.
+    opencv = _install("opencv-python-headless", again=True) if "libGL" in found else ""
+    fixes = {"trainer": opencv or "install what this error names", "triton": _install("triton", again=True)}
     fix = fixes.get(name, "see nvidia-smi -q and dmesg; restart the machine")
     is_required = name == "trainer"
     return Diagnosis(name, "missing", found, is_required, "training" if is_required else "training on GPUs", fix)
 
 
-def check_imports(timeout_s: float = 90.0) -> list[Diagnosis]:
+def check_imports(timeout_s: float = 240.0) -> list[Diagnosis]:
     """Return the findings of a child with this process's module path; the first without an answer crashed or hung."""
     keep_compiled_code()
     status, output = run_program([sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path)], timeout_s)

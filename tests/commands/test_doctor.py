@@ -159,6 +159,17 @@ def test_a_failing_import_says_what_it_affects(monkeypatch, capsys):
     assert capsys.readouterr().out.count("cannot be imported") == 1
 
 
+def test_an_opencv_that_needs_libgl_is_replaced(monkeypatch, capsys):
+    fails = raised(ImportError("libGL.so.1: cannot open shared object file: No such file or directory"))
+    sound = dict.fromkeys(("torch", "torchvision", "triton", "cuda"), lambda: [Diagnosis("other", "ok", "")])
+    monkeypatch.setattr(module, "IMPORTS", {**sound, "trainer": fails})
+    try_imports()
+    answers = [json.loads(line.partition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line]
+    (finding,) = [Diagnosis(*values) for rows in answers for values in rows if values[0] == "trainer"]
+    assert "libGL.so.1" in finding.found
+    assert finding.fix.endswith("--reinstall opencv-python-headless")
+
+
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from segapp.datasets.demo import DEMO_ROOT
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.pairing import (
     FolderLayout,
@@ -210,7 +211,8 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
 def check_root(location: DataLocation) -> str:
     """Return the expected layout and where to get the data; raise DataError if the root is not a folder."""
     known, folder = _format(location.format), Path(location.root)
-    how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
+    source = known.source if location.root != DEMO_ROOT else "segapp train --config demo.yaml draws it"
+    how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {source}"
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise DataError(
