@@ -35,7 +35,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir(parents=True)
     (path.parent / "demo_drawing").symlink_to(ROOT / "data/demo_drawing")
     monkeypatch.setattr(demo, "_PROGRAMS", (tmp_path / "no clone/make_demo.py", path))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(tmp_path)  # at the end, the path of modules is again as before
     write(path)
     return path
 
@@ -120,7 +120,7 @@ def test_the_wheel_has_the_program_and_its_parts() -> None:
 @pytest.mark.slow
 def test_the_drawn_demo_is_the_one_in_the_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(tmp_path)  # at the end, the path of modules is again as before
     demo.draw_demo("data/demo")
     names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png")}
     assert names == {path.relative_to(ROOT).as_posix() for path in (ROOT / "data/demo").rglob("*.png")}

@@ -204,7 +204,7 @@ def test_small_polygons_and_holes_are_left_out(tmp_path: Path) -> None:
         (("shp", 0, 0.0), "--polygons shp is not known: .*geojson"),
         ((None, 5, 0.0), "--min-area 5 changes polygons, and none are written: add --polygons FORMAT"),
         ((None, 0, 0.5), "--simplify 0.5 changes polygons"),
-        (("gpkg", 0, 0.0), "--polygons gpkg needs the package shapely: run uv sync --extra geo"),
+        (("gpkg", 0, 0.0), "--polygons gpkg needs the package shapely: run `uv sync --extra geo`"),
     ],
 )
 def test_options_of_polygons_that_do_not_suit_are_named(

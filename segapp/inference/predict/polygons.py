@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.images.raster import IDENTITY, Georeference, crs_name, known_place, outlines
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import ConfigError, accepted_words, some_names, storage_errors
+from segapp.errors import ConfigError, accepted_words, install_command, some_names, storage_errors
 from segapp.inference.predict.reading import InputFile, Picture
 from segapp.run.files import write_atomic
 from segapp.scores import is_background
@@ -89,7 +89,7 @@ def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> 
     plan = PolygonPlan(known, min_area_px, simplify_px)
     packages = [name.partition(".")[0] for name in plan.writers]
     if missing := [package for package in packages if find_spec(package) is None]:
-        raise ConfigError(f"--polygons {known} needs the package {missing[0]}: run uv sync --extra geo")
+        raise ConfigError(f"--polygons {known} needs the package {missing[0]}: {install_command('geo')}")
     return plan
 
 
