@@ -34,7 +34,12 @@ def aliases_of(manifest: Manifest) -> dict[str, int]:
     return {name: seq_of[sha256] for name, sha256 in manifest.names.items()}
 
 
-EPOCHS = {"epoch_0003.pt": 3, "epoch_0005.pt": 5, "epoch_0007.pt": 7}
+EPOCHS = {3: "epoch_0006.pt", 5: "epoch_10000.pt", 7: "epoch_0004.pt", 9: "epoch_0005.pt"}
+"""By number of the commit: after the epochs 6 and 10000, an earlier checkpoint was resumed."""
+
+
+def named(*seqs: int) -> dict[str, int]:
+    return {EPOCHS[seq]: seq for seq in seqs}
 
 
 @pytest.mark.parametrize(
@@ -50,23 +55,23 @@ EPOCHS = {"epoch_0003.pt": 3, "epoch_0005.pt": 5, "epoch_0007.pt": 7}
 def test_newest_epochs_other_aliases_and_newest_entries_stay(
     keep: int, num_newest: int, epochs: list[int], kept: list[int]
 ) -> None:
-    found = manifest_of({"last.pt": 9, "best.pt": 1, **EPOCHS}, 8, 2).retire(keep, num_newest)
-    assert aliases_of(found) == {"last.pt": 9, "best.pt": 1, **{f"epoch_000{epoch}.pt": epoch for epoch in epochs}}
+    found = manifest_of({"last.pt": 9, "best.pt": 1, **named(3, 5, 7)}, 8, 2).retire(keep, num_newest)
+    assert aliases_of(found) == {"last.pt": 9, "best.pt": 1, **named(*epochs)}
     assert [each.seq for each in found.entries] == kept
     assert found.orphans == ["orphan"]
 
 
 @pytest.mark.parametrize(("keep", "epochs"), [(0, [9]), (1, [9]), (2, [7, 9])])
 def test_new_checkpoint_comes_first_and_takes_its_aliases(keep: int, epochs: list[int]) -> None:
-    before = manifest_of({"last.pt": 8, "best.pt": 1, **EPOCHS}, 2)
-    found = before.with_entry(entry(9), ["last.pt", "epoch_0009.pt"], keep)
-    assert aliases_of(found) == {"last.pt": 9, "best.pt": 1, **{f"epoch_000{epoch}.pt": epoch for epoch in epochs}}
+    before = manifest_of({"last.pt": 8, "best.pt": 1, **named(3, 5, 7)}, 2)
+    found = before.with_entry(entry(9), ["last.pt", EPOCHS[9]], keep)
+    assert aliases_of(found) == {"last.pt": 9, "best.pt": 1, **named(*epochs)}
     assert [each.seq for each in found.entries] == sorted({9, 8, 1, *epochs}, reverse=True)
     assert found.describe(entry(9)) == "last.pt (epoch 0, step 9)"
     assert found.describe(entry(8)) == f"objects/{entry(8).object} (epoch 0, step 8)"
-    assert found.names_of(entry(9)) == ["last.pt", "epoch_0009.pt"]
+    assert found.names_of(entry(9)) == ["last.pt", EPOCHS[9]]
     assert found.entry_named("best.pt") == entry(1)
-    assert found.entry_named("epoch_0003.pt") is None
+    assert found.entry_named(EPOCHS[3]) is None
 
 
 def test_equal_content_is_one_entry() -> None:
