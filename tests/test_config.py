@@ -121,7 +121,7 @@ def test_problem_names_its_key_and_the_nearest(override: str, message: str) -> N
         ("data.label_map={0:255,1: 0,2:1}", {0: 255, 1: 0, 2: 1}),
         ("data.augment=[{Blur:{p:0.5}}, {HorizontalFlip}]", [{"Blur": {"p": 0.5}}, {"HorizontalFlip": None}]),
         ("distill={'teacher:runs/a:b'}", {"teacher": "runs/a:b"}),
-        ("loss.plus='[{name:dice}]'", [{"name": "dice"}]),
+        ("loss.plus='[{name:dice},{name: ce}]'", [{"name": "dice"}, {"name": "ce"}]),
         ("data.label_map='{0:255,1:0}'", {0: 255, 1: 0}),
         ("loss.plus=name:dice", [{"name": "dice"}]),
         ("data.crop_px=512x384", [512, 384]),

@@ -357,7 +357,7 @@ RAISES |= {
         lambda: parallel.gradient_penalty(DistributedDataParallel.__new__(DistributedDataParallel), IMAGES, IMAGES),
         "does not reduce all gradients of a penalty: pass its module"),
     ("parallel.place_stages", "ValueError"): (
-        lambda: parallel.place_stages(Step(count), {"norm": "cpu", "blok": "cpu"}), "no submodule 'blok': name one of"),
+        lambda: parallel.place_stages(Step(count), {"blok": "cpu", "nrm": "cpu"}), "no submodule 'blok': name one of"),
     ("parallel.place_stages", "TypeError"): (
         lambda: parallel.place_stages(torch.compile(Step(count)), {"norm": "cpu"}), "is compiled"),
     ("parallel.plan_chunks", "ValueError"): (

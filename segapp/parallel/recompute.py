@@ -250,12 +250,12 @@ def set_recompute(network: nn.Module, sets: Iterable[Iterable[str]]) -> None:
         raise TypeError(f"set_recompute got {wrong[0]!r} instead of a set of names: write [['layer1']], or [[]]")
     # A shared block may be named by any of its paths.
     parts = dict(network.named_modules(remove_duplicate=False))
-    names = {name for blocks in plan for name in blocks}
+    names = list(dict.fromkeys(name for blocks in plan for name in blocks))
     for name in names:
         if name not in parts:
             nearest = difflib.get_close_matches(str(name), parts, n=1, cutoff=0)[0]
             raise ValueError(f"{type(network).__name__} has no block {name!r}: the nearest name is {nearest!r}")
-        if outer := [other or "the model" for other in names - {name} if name.startswith(other and f"{other}.")]:
+        if outer := [each or "the model" for each in names if each != name and name.startswith(each and f"{each}.")]:
             raise ValueError(f"{name} lies within {outer[0]}: name one of them")
         if not is_recomputable(parts[name]):
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")

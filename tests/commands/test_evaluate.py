@@ -123,7 +123,7 @@ def test_eval_equals_official_evaluator_on_written_predictions(
     data = {"format": "cityscapes", "root": str(root), "crop_px": [32, 32], "workers": 0}
     config = merged({**tiny, "data": data}, train={"epochs": 2, "batch_size": 3})
     assert train(config, root / "run") == 0
-    ours = json.loads(command("eval", root / "run", "--json", "--devices", "cpu,cpu")[1])
+    ours = json.loads(command("eval", root / "run", "--json", "--devices", "cpu, cpu,")[1])
     table = command("eval", root / "run")[1].splitlines()
     first = next(at for at, line in enumerate(table) if line.startswith("groups: mIoU "))
     shown = dict(line.split()[:2] for line in table[first + 1 : first + 1 + len(ours["groups"])])

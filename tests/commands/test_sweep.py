@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer.main
@@ -363,7 +364,7 @@ def test_stopped_sweep_resumes_bit_for_bit(place: Path, capsys: pytest.CaptureFi
 
 def test_failed_run_leaves_the_others_and_is_tried_again(place: Path, tiny_root: Path) -> None:
     missing = place / "later"
-    words = ("--config", "tiny.yaml", "train.epochs=1", f"data.root={missing},{tiny_root}")
+    words = ("--config", "tiny.yaml", "train.epochs=1", f"data.root={tiny_root},{missing}")
     failed = process(place, *words).finish()
     assert failed.returncode == 1, failed.stderr
     assert "ended with exit code 3" in failed.stdout
@@ -390,42 +391,39 @@ def test_sweep_of_folds_and_seeds_is_one_model(place: Path) -> None:
     late.folder.config_yaml.write_text("seed: 7\ndata: {val_split: three}\noptim: {lr: 0.1}")
     with pytest.raises(ConfigError, match="fold3-seed7 of this sweep has not finished: repeat the command"):
         repeated_runs("photos-sweep")
-    late.folder.config_yaml.write_text("optim: {lr: 0.2}")
-    with pytest.raises(ConfigError, match=r"the runs of this sweep differ in optim.lr: name the runs to average"):
+    late.folder.config_yaml.write_text("optim: {weight_decay: 0.5, lr: 0.2}")
+    with pytest.raises(ConfigError, match=r"differ in optim.lr, optim.weight_decay: name the runs to average"):
         repeated_runs(str(folder))
     late.writer.close()
 
 
 def test_running_sweep_says_how_far_its_runs_are(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: list[Any] = []
-    path, runs = plan_sweep(["seed=0..2"], ["tiny.yaml"])
+    """Of two at a time, one fails; Ctrl-C then stops the others, and the last one never begins."""
+    trainers, texts, said = list[Any](), list[Any](), list[str]()
+    path, runs = plan_sweep(["seed=0..3"], ["tiny.yaml"])
     save_sweep(path, runs)
-    epochs = iter((2, 1, 3))
 
-    class Trainer:
-        """Stands for a process that has begun an epoch, and ends at the second look."""
+    def started(run: SweepRun, environment: dict[str, str]) -> Any:
+        recorded = RecordedRun(run.folder.path, epochs=3)
+        recorded.write(EpochStart(epoch=(2, 1, 3)[len(trainers)], lr=0.1, step=0), 1.0)
+        recorded.writer.close()
+        trainers.append(trainer := Mock(at=(run.name, environment["CUDA_VISIBLE_DEVICES"]), exit_code=None))
+        trainer.print_end = lambda: trainer.exit_code
+        trainer.process.send_signal = lambda number: setattr(trainer, "exit_code", 128 + number)
+        return trainer
 
-        def __init__(self, run: SweepRun) -> None:
-            recorded = RecordedRun(run.folder.path, epochs=3)
-            recorded.write(EpochStart(epoch=next(epochs), lr=0.1, step=0), 1.0)
-            recorded.writer.close()
-            self.said = ""
+    def between_looks(_: float) -> None:
+        said.append(texts[0]())
+        assert len(said) < 9, "a trainer was not told to stop"
+        if len(trainers) == 2:
+            trainers[1].exit_code = 3
+        elif len(said) == 3:
+            signal.raise_signal(signal.SIGINT)
 
-        @property
-        def exit_code(self) -> int | None:
-            if self.said:
-                return 0
-            self.said = texts[0]()
-            return None
-
-        def print_end(self) -> int:
-            seen.append(self.said)
-            return 0
-
-    seen: list[str] = []
-    monkeypatch.setattr("segapp.commands.sweep._started", lambda run, environment: Trainer(run))
-    monkeypatch.setattr(
-        "segapp.commands.sweep.lines_while", lambda text: texts.append(text) or contextlib.nullcontext()
-    )
-    assert train_runs(runs, [{}]) == [0, 0, 0]
-    assert seen == [f"{i} of 3 runs have ended; seed{i} is in epoch {epoch}/3" for i, epoch in enumerate((2, 1, 3))]
+    monkeypatch.setattr("segapp.commands.sweep._started", started)
+    monkeypatch.setattr("segapp.commands.sweep.time.sleep", between_looks)
+    monkeypatch.setattr("segapp.commands.sweep.lines_while", lambda text: texts.append(text) or nullcontext())
+    assert train_runs(runs, [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("4,1", "3")]) == [3, 75, 75]
+    assert [trainer.at for trainer in trainers] == [("seed0", "4,1"), ("seed1", "3"), ("seed2", "3")]
+    assert said[0] == "0 of 4 runs have ended; seed0 is in epoch 2/3, seed1 is in epoch 1/3"
+    assert said[2] == "1 of 4 runs have ended; seed0 is in epoch 2/3, seed2 is in epoch 3/3"

@@ -153,8 +153,8 @@ def test_question_is_escaped_and_a_long_one_is_not_asked(project: Path, tiny: di
         assert "\u202e".encode() not in screen.output
         screen.type("n\r")
         assert screen.wait(60) == 2
-    section["options"]["cmd"] = "echo hello" + " " * 2000 + section["options"]["cmd"]
-    write(project / "run.yaml", tiny, **section)
+    section["options"]["cmd"] = "echo hello" + " " * 1000 + section["options"]["cmd"]
+    write(project / "run.yaml", {**tiny, "loss": {"name": "os:putenv", "options": {"a": " " * 900}}}, **section)
     with terminal("check-part", "--config", "run.yaml", cwd=project) as screen:
         assert screen.wait(60) == 2
     assert b"Run it?" not in screen.output, "what is out of sight would be accepted too"

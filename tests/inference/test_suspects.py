@@ -177,7 +177,7 @@ def test_wrong_regions_of_masks_are_found_and_no_others(
     root, wrong = folds
     runs = [str(root / "fold0"), str(root / "fold1")]
     monkeypatch.setattr(suspects, "MAX_PICTURED", 3)  # a constant: no option sets it
-    write_suspects([str(root)], split=None, out=root / "out", min_area_px=20)
+    write_suspects([runs[1], str(root)], split=None, out=root / "out", min_area_px=20)
     rows = json.loads((root / "out" / "suspects.json").read_text())
     assert {row["run"] for row in rows} == set(runs)
     assert {Path(row["mask"]).name for row in rows} == set(wrong)

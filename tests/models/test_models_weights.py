@@ -68,7 +68,7 @@ def zeros(state):
 
 FORMS = {
     "plain": lambda state: state,
-    "checkpoint": lambda state: {"model": state, "step": 7, "config": {"a": [1, 2]}},
+    "checkpoint": lambda state: {"net": zeros(state), "model": state, "step": 7, "config": {"a": [1, 2]}},
     "checkpoint with an average": lambda state: {"model": zeros(state), "ema": {"module": state, "num_updates": 7}},
     "checkpoint with another average": lambda state: {"model": state, "ema": {"shadow": zeros(state)}},
     "module in state_dict": lambda state: {"state_dict": prefixed(state, "module.")},

@@ -136,10 +136,10 @@ class Iterable:
         (lambda x: [x] * len(x), "different structures of list"),
         (lambda x: {f"y{len(x)}": x}, "different structures of dict"),
         (lambda x: x.numpy(), "an array .ndarray.*return tensors"),
-        (lambda x: x if len(x) == 3 else 2, "one replica returned a tensor as output and another 2"),
+        (lambda x: x if len(x) == 3 else len(x), "one replica returned a tensor as output and another 2"),
         (
             lambda x: (x, {"h": [x, x.transpose(0, 1)]}),
-            r"output\[1\]\['h'\]\[1\] cannot be joined along dim 0.*\(4, 3, 1\), \(4, 2, 1\): return the samples",
+            r"output\[1\]\['h'\]\[1\] cannot be joined along dim 0.*\(4, 3, 1\), \(4, 2, 1\), \(4, 1, 1\): return",
         ),
         (lambda x: Sides(x, len(x)), r"replicas returned different values as output.right, such as 3"),
         (lambda x: Pair(0, x if len(x) == 3 else x.sum()), r"output\.y cannot be joined.*\(\)"),
@@ -154,7 +154,7 @@ def test_outputs_that_cannot_be_joined_are_refused(output, words):
     net = nn.Identity()
     net.register_forward_hook(lambda part, args, x: output(x))
     with pytest.raises((TypeError, ValueError), match=words):
-        BalancedDataParallel(None, net, CPUS, **UNEVEN)(torch.ones(5, 4, 1))
+        BalancedDataParallel(None, net, [*CPUS, "cpu"], shares=[0, 3, 2, 1])(torch.ones(6, 4, 1))
 
 
 def test_packed_output_of_one_replica_keeps_its_sizes_on_the_cpu():

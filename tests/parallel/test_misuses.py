@@ -82,7 +82,7 @@ def changed(ours, **values):
 
 
 def moved(ours):
-    ours.to("meta")
+    ours.module.bias = nn.Parameter(ours.module.bias.to("meta"))
     return ours
 
 
@@ -117,11 +117,11 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
                    lambda each: SampleMasks(each, 3), mask_by_sample)
       for each in (None, nn.Conv2d, [nn.BatchNorm2d(2)])),
     (lambda x, t, y: Balanced(nn.Identity(), 1, CPUS), TypeError, f"module=1 {MODULE}"),
-    (lambda x, t, y: moved(model())(x), ValueError, r"weight of Conv2d is on meta .*: call module.to\('cpu'\) first"),
+    (lambda x, t, y: moved(model())(x), ValueError, r"bias of Conv2d is on meta .*: call module.to\('cpu'\) first"),
     (lambda x, t, y: model().load_state_dict({"model": {}}), RuntimeError, r"Unexpected key.*module\.model"),
     (lambda x, t, y: model().load_state_dict(None), TypeError, "Expected state_dict to be dict-like"),
     (lambda x, t, y: model().plan(x), TypeError, f"num_samples=tensor.*{NUMBER}"),
-    (lambda x, t, y: model().scatter([y, torch.ones(4)]), ValueError, r"\(4,\) cannot be cut .* into \[1, 2, 2\]"),
+    (lambda x, t, y: model().scatter([x, torch.ones(4)]), ValueError, r"\(4,\) cannot be cut .* into \[1, 2, 2\]"),
     (lambda x, t, y: model().scatter([y, model(gpu0_bsz=3)(x)]), ValueError, r"chunks of \[3, 1, 1\] .*\.gather\(\)"),
     (lambda x, t, y: Criterion(CriterionCE), TypeError, r"CriterionCE is a class: give an object, .* CriterionCE\(\)"),
     (lambda x, t, y: Criterion(nn.CrossEntropyLoss()), TypeError, "CrossEntropyLoss has no statistics"),
@@ -167,7 +167,7 @@ MISUSES = [  # call with images (5, 2, 6, 7), target (5, 6, 7) and outputs of 1,
       for sets, given in ((None, "None"), ("module", "'module'"), ([["module"], 3], "3"), ([[], "mod"], "'mod'"))),
     *((lambda x, t, y, each=each: all_reduce_gradients(each), TypeError, f"parameters given as {given}: give a list")
       for each, given in ((nn.Conv2d(2, 4, 1), "Conv2d"), (nn.Sequential(nn.ReLU()), "Sequential"), (None, "NoneType"),
-                          (torch.ones(3, 2), "Tensor"), ([{"params": []}], "dict"))),
+                          (torch.ones(3, 2), "Tensor"), ([ONES, {"params": []}, 3], "dict"))),
     *((lambda x, t, y, each=each: DeviceMemoryTracker(each), TypeError, f"devices=.* {LIST}")
       for each in ("cpu", {"cpu"}, 3, None)),
     (lambda x, t, y: place_stages(model(), {"module": "cuda:77"}), ValueError, "cuda:77"),

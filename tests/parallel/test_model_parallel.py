@@ -111,9 +111,9 @@ def test_only_children_and_lists_are_divided_further():
 
     custom = nn.Module()
     custom.network = nn.Sequential(Listed())
-    custom.forward = lambda x: custom.network(x)
+    custom.forward = lambda x, shift: custom.network(x) + shift
     names = [f"network.0.{name}" for name in ("stem", "blocks.0", "blocks.1", "blocks.2", "head")]
-    stages = balance_stages(custom, ["cpu", "cpu"], torch.randn(5, 9))
+    stages = balance_stages(custom, ["cpu", "cpu"], torch.randn(5, 9), torch.randn(30))
     assert list(stages) == names
     place_stages(custom, stages)
 

@@ -127,7 +127,7 @@ def test_blocks_within_each_other_and_strings_are_refused():
     set_recompute(net, (iter(blocks) for blocks in (["1"], ["3", "2"], [])))  # read once
     assert recomputed_blocks(net, num_devices=3) == (("1",), ("2", "3"), ())
     with pytest.raises(ValueError, match=r"1\.first lies within 1: name one of them"):
-        set_recompute(network(), [["1", "1.first"]])
+        set_recompute(network(), [["1.first", "2"], ["1", ""]])
     for sets in (["10"], "10", [["1"], "10", 11]):
         with pytest.raises(TypeError, match=r"got '10' instead of a set of names: write \[\['layer1'\]\]"):
             set_recompute(network(), sets)

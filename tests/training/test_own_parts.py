@@ -185,8 +185,8 @@ class Net(nn.Module):
         return self.head(images)
 
 
-def outside():
-    return lambda logits, target: F.cross_entropy(logits, target + 300)
+def outside(add):
+    return lambda logits, target: F.cross_entropy(logits, target + add, ignore_index=255 + add)
 """
 
 
@@ -209,14 +209,14 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_code_that_fails_is_named_with_file_and_line(
     part: str, devices: list[str], words: str, tiny: dict[str, Any], broken: Path, tmp_path: Path
 ) -> None:
-    name = f"{broken}:{part}"
-    section = {"model": {"library": "python", "name": name}} if part == "Net" else {"loss": {"name": name}}
+    section: dict[str, Any] = {"model": {"library": "python", "name": f"{broken}:Net"}} if part == "Net" else {}
+    section["loss"] = {"name": f"{broken}:outside", "options": {"add": 0 if section else 300}}
     parallel = {"devices": devices, "mode": "dp" if len(devices) > 1 else "auto"}
     with pytest.raises(RunError) as raised:
         train(merged({**tiny, **section}, train={"epochs": 1, "ema": None}, parallel=parallel), tmp_path / "run")
     message = str(raised.value).partition("\n")[0]
-    assert message.startswith(f"{'model' if part == 'Net' else 'loss'}.name = {name}")
-    assert words in message
+    named = [f"{key}.name = {broken}:{of}" for key, of in (("model", "Net"), ("loss", "outside")) if key in section]
+    assert message.startswith(f"{' or '.join(named)} {words}")
     assert "segapp check-part --config FILE" in str(raised.value)
     assert "replica" not in message
     assert (raised.value.exit_code, raised.value.topic) == (1, "own-parts")
