@@ -153,8 +153,9 @@ def test_plan_of_a_small_network_is_made(folder, tiny):
     done = segapp("plan", "--config", "tiny.yaml", *words, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    row = found["rows"][2]
+    none, one, row = found["rows"]
     assert [(each["split"], each["fits"]) for each in found["rows"]] == [([0, 2], True), ([1, 1], True), ([2, 0], True)]
+    assert none["tensors_mib"][0] < one["tensors_mib"][0] < row["tensors_mib"][0]
     assert "fp32 (auto: net.py:Net asks for it)" in found["notes"][0]
     images_mib = 2 * 3 * 240 * 400 * 4 / 2**20
     assert found["ring_mib"] == round((6 + 1 + 3) * 2 * (3 + 1) * 240 * 400 / 2**20, 1)
