@@ -117,7 +117,7 @@ def test_all_problems_are_named_at_once() -> None:
             "ScaledCrop",
             {"GausNoise": {}},
             {"Rotate": {"limits": 30}},
-            {"OneOf": ["Blur", {"GaussNoise": {"std_range": [0.5, 0.1], "p": 2}}]},
+            {"OneOf": ["Blur", {"GaussNoise": {"std_range": [0.5, 0.1], "p": 2, "mean_range": [0, None]}}]},
             {"RandomCrop": {"height": 24}},
             {"Affine": {"mask_interpolation": 1}},
             "Normalize",
@@ -126,12 +126,13 @@ def test_all_problems_are_named_at_once() -> None:
         ]
     )
     assert found.splitlines() == [
-        "9 problems in data.augment:",
+        "10 problems in data.augment:",
         "  data.augment[1]: GausNoise is not a transform of albumentations 2.0.8: did you mean GaussNoise or ISONoise?",
         "  data.augment[2]: Rotate.limits is not an argument: did you mean limit?",
         "  data.augment[3]: OneOf[1]: GaussNoise.p = 2: input should be less than or equal to 1",
         "  data.augment[3]: OneOf[1]: GaussNoise.std_range = [0.5, 0.1]: first value should be less than the second "
         "value, got (0.5, 0.1) instead",
+        "  data.augment[3]: OneOf[1]: GaussNoise.mean_range = None: input should be a valid number",
         "  data.augment[4]: RandomCrop.width is missing: add it",
         "  data.augment[5]: Affine.mask_interpolation would mix class ids: leave it out",
         "  data.augment[6]: Normalize cannot be used: images are normalized on the device with data.mean and data.std: "

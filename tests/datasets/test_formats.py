@@ -160,9 +160,9 @@ def test_missing_root_error_names_layout_and_source(format: str, tmp_path: Path)
         ),
         (["images/val/0.npy", "masks/val/0.png"], {"image_suffix": ".tif"}, r"no \*\.tif below"),
         (
-            ["images/val/1.jpg", "images/val/2.jpg", "masks/val/1.png", "masks/val/2_labels.png"],
+            ["images/val/1.jpg", "images/val/2.jpg", *(f"masks/val/{n}.png" for n in ("1", "2_labels", "0_labels"))],
             {},
-            r"1 of 2 images have no mask.*2\.jpg; 1 masks have no image \(2_labels\)",
+            r"1 of 2 images have no mask.*2\.jpg; 2 masks have no image \(0_labels, 2_labels\)",
         ),
         (["images/val/1.jpg", "images/val/1.png", "masks/val/1.png"], {}, "have the same name"),
         (["all/val/1.png"], {"image_dir": "all", "mask_dir": "all"}, "its own mask"),

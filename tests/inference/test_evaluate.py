@@ -52,6 +52,7 @@ class ColorNet(nn.Module):
         super().__init__()
         self.capacity_px = capacity_px
         self.largest_px = 0
+        self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))  # images have the dtype of the kernels
         self.factor = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]).view(1, 3, 1, 1))
         self.register_buffer("offset", torch.tensor([0.1, -0.4, 0.3]).view(1, 3, 1, 1))
 
@@ -134,34 +135,36 @@ def test_windows_that_are_not_square_by_hand() -> None:
     torch.testing.assert_close(found, (total / count).softmax(1))
 
 
-@pytest.mark.parametrize("window_px", [None, (16, 16), (40, 18)])
-def test_mirrored_padded_image_gives_mirrored_prediction(window_px: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("window_px", [(16, 16), (40, 18)])
+def test_mirrored_image_in_windows_gives_mirrored_prediction(window_px: tuple[int, int]) -> None:
     images = NORMALIZER(batch(19, 29, 0).images)
-    inference = Inference(NORMALIZER, window_px=window_px, flip=True)
-    found = full_probabilities(inference, ColorNet(), images)[..., :19, :29]
+    found = full_probabilities(Inference(NORMALIZER, window_px=window_px, flip=True), ColorNet(), images)
     plain = Inference(NORMALIZER, window_px=window_px)
-    one = full_probabilities(plain, ColorNet(), images)[..., :19, :29]
-    frame = images
-    if window_px is None:  # the padding stays at the right of the image
-        frame = F.pad(images, (0, 3, 0, 1))
-    other = full_probabilities(plain, ColorNet(), frame.flip(-1)).flip(-1)[..., :19, :29]
+    one = full_probabilities(plain, ColorNet(), images)
+    other = full_probabilities(plain, ColorNet(), images.flip(-1)).flip(-1)
     torch.testing.assert_close(found, (one + other) / 2, rtol=1e-4, atol=1e-6)
 
 
 def test_views_of_several_scales_are_averaged_by_hand() -> None:
-    images, expected = NORMALIZER(batch(16, 24, 0).images), torch.zeros(1, 3, 16, 24)
+    """Of an image that is resized to 15 x 22 pixels, and then padded at the right and at the bottom."""
+    sees, stored = Preprocessing(replace(NORMALIZER.pixels, resize_px=(15, 22))), batch(33, 51, 0).images
+    images, expected = F.pad(sees(stored), (0, 2, 0, 1)), torch.zeros(1, 3, 33, 51)
     for scale, flip in itertools.product((0.5, 1.0, 1.5), (False, True)):
         size = int(16 * scale), int(24 * scale)
         seen = F.interpolate(images, size, mode="bilinear", align_corners=False, antialias=scale < 1)
         logits = ColorNet()(seen.flip(-1) if flip else seen)[0]
         full = F.interpolate(logits, (16, 24), mode="bilinear", align_corners=True)
-        expected += (full.flip(-1) if flip else full).softmax(1) / 6
-    views = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5))
-    torch.testing.assert_close(full_probabilities(views, ColorNet(), images), expected, rtol=1e-4, atol=1e-5)
-    windowed = replace(views, window_px=(16, 18))
-    found = full_probabilities(windowed, ColorNet(), images)
-    mirrored = full_probabilities(windowed, ColorNet(), images.flip(-1)).flip(-1)
-    torch.testing.assert_close(found, mirrored, rtol=1e-4, atol=1e-5)
+        part = (full.flip(-1) if flip else full)[..., :15, :22]
+        expected += F.interpolate(part, (33, 51), mode="bilinear", align_corners=True).softmax(1) / 6
+    inference = Inference(sees, flip=True, scales=(0.5, 1.0, 1.5))
+    views, size = inference.views(ColorNet(), stored)
+    found = upsample_probabilities(views, size, align_corners=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    sees = Preprocessing(replace(NORMALIZER.pixels, resize_px=(16, 24)))
+    windowed = replace(inference, preprocessing=sees, window_px=(16, 18))
+    both = (windowed.views(ColorNet(), each) for each in (stored, stored.flip(-1)))
+    found, mirrored = (upsample_probabilities(*each, align_corners=True) for each in both)
+    torch.testing.assert_close(found, mirrored.flip(-1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("criterion", [CriterionCE(label_smoothing=0.1), CriterionDice(), CriterionLovasz()])
@@ -191,11 +194,12 @@ def test_scores_and_loss_equal_those_of_upsampled_logits(criterion: Any, options
 def test_evaluation_on_several_devices_equals_one(num_devices: int, counter: dict[str, Any]) -> None:
     alone = evaluate(ColorNet(), BATCHES, WHOLE)
     done: list[int] = []
-    model, several = ColorNet(), replace(WHOLE, other_devices=(CPU,) * (num_devices - 1))
-    spread = evaluate(model, BATCHES, several, progress=done.append, **counter)
+    model, many = ColorNet(), replace(WHOLE, other_devices=(CPU,) * (num_devices - 1))
+    spread = evaluate(model, BATCHES, many, progress=done.append, check=lambda: done.append(0), num_checks=9, **counter)
+    assert done == [0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 0], "another rank has two batches more"
     assert spread.scores == alone.scores
     assert spread.loss == pytest.approx(alone.loss, rel=1e-6)
-    assert spread.num_images == done[-1] == 7
+    assert spread.num_images == 7
     assert torch.equal(spread.matrix, alone.matrix)
     assert model.training
 
@@ -231,8 +235,8 @@ def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     assert torch.equal(found.matrix, sum(parts[1:], parts[0]))
     assert "windows of" in found.notes[-1]
     assert model.largest_px <= model.capacity_px
-    with pytest.raises(OutOfMemoryError, match="does not fit"):
-        evaluate(ColorNet(capacity_px=100), batches, WHOLE, counter=Evaluator)
+    with pytest.raises(OutOfMemoryError, match="a window of 40x50 px of 1 images does not fit"):
+        evaluate(ColorNet(capacity_px=100), batches[1:], WHOLE, counter=Evaluator)
 
 
 class BlurNet(ColorNet):
@@ -245,7 +249,7 @@ class BlurNet(ColorNet):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("criterion", [CriterionCE(), CriterionDice()])
 def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None:
-    batches = [batch(300, 421, 0), batch(40, 50, 1), batch(128, 600, 2)]
+    batches = [batch(96, 600, 2), batch(40, 50, 1), batch(300, 421, 0)]
     whole = replace(WHOLE, criterion=criterion)
     expected = evaluate(BlurNet(), batches, whole)
     for is_detailed in (False, True):
@@ -259,11 +263,11 @@ def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None
         assert found.scores.num_valid_px == expected.scores.num_valid_px
         assert found.scores.iou == pytest.approx(expected.scores.iou, abs=2e-3)
         assert found.loss == pytest.approx(expected.loss, rel=1e-3)
-        assert len(found.notes) == 1
-        assert "an image of 300x421 px does not fit" in found.notes[0]
+        (note,) = found.notes
+        assert all(size in note for size in ("an image of 96x600 px does not fit", "this one of 96x192 px"))
         assert evaluate(model, batches, settings).notes == [], "told once"
     fits = replace(whole, host=HostLimit(max_px=300 * 421))
-    assert evaluate(BlurNet(), batches[:2], fits) == evaluate(BlurNet(), batches[:2], whole)
+    assert evaluate(BlurNet(), batches[1:], fits) == evaluate(BlurNet(), batches[1:], whole)
 
 
 @pytest.mark.parametrize("way", ["windows", "tiles"])

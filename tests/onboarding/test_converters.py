@@ -173,17 +173,3 @@ def test_cvat_orders_by_fractions_and_supervisely_by_titles(tmp_path: Path) -> N
     supervisely(tmp_path / "s")
     (tmp_path / "s" / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"name": "car"}]}))
     assert proposed(tmp_path / "s", tmp_path / "s.yaml")[0].data.classes == ["background", "car", "road"]
-
-
-@pytest.mark.parametrize("draw_annotations", [supervisely, cvat], ids=["Supervisely", "CVAT"])
-def test_annotations_without_objects_are_one_clear_error(draw_annotations: Any, tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    draw_annotations(root)
-    for path in [*root.rglob("ann/*.json"), *root.rglob("*.xml")]:
-        text = path.read_text()
-        if path.suffix == ".json":
-            path.write_text(json.dumps(json.loads(text) | {"objects": []}))
-        else:
-            path.write_text(re.sub(r"<(polygon|box|mask|ellipse|polyline)\b[^>]*>(?:\s*</\1>)?", "", text))
-    with pytest.raises(DataError, match=r"cannot be read: there are no objects in its \d+ images; annotate some"):
-        propose_config(InitRequest(root, tmp_path / "made.yaml"))

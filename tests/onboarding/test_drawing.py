@@ -33,9 +33,7 @@ def test_pasted_piece_is_cut_off_at_every_side() -> None:
 
 
 def test_polygons_fill_their_outline_but_not_their_holes() -> None:
-    mask = np.zeros((9, 8), np.uint8)
-    mask[:] = 2
-    assert mask.shape == (9, 8)
+    mask = np.full((9, 8), 2, np.uint8)
     rings = [[(1, 1), (6.4, 1), (6.4, 7.4), (1, 7.4)], [(2, 2), (5, 2), (5, 6), (2, 6)]]
     fill_polygon(canvas_on(mask), [np.array(ring) for ring in rings], 5)
     wanted = np.full((9, 8), 2, np.uint8)

@@ -317,12 +317,8 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "an id as text": ("COCO", "//images.1.id", "13", "drawn"),
     "an id with a fraction of 0": ("COCO", "image_id", 13.0, "drawn"),
     "an id with a fraction": ("COCO", "image_id", 13.5, "refused"),
-    "an id of another image": ("COCO", "//images.1.id", 10, "refused"),
     "sides as text": ("labelme", "/imageWidth", f" {WIDTH}.0", "drawn"),
     "another ratio": ("CVAT", "//1.width", WIDTH + 9, "left out"),
-    "another image": ("labelme", "/imagePath", "other.jpg", "absent"),
-    "a path of Windows": ("labelme", "/imagePath", f"C:\\photos\\{CHANGED}.jpg", "drawn"),
-    "an empty annotation is the first": ("Label Studio", "/annotations", lambda all: [{"result": []}, *all], "drawn"),
     "canceled as text": ("Label Studio", "/annotations.1.was_cancelled", "false", "drawn"),
     "a caption before the image": ("Label Studio", "/data", lambda data: {"caption": "a car"} | data, "drawn"),
     "a caption that is a name": ("Label Studio", "/data", lambda data: {
@@ -333,8 +329,6 @@ CASES: dict[str, tuple[str, str, Any, str]] = {
     "rows that say two sizes": ("table", "3", HEIGHT + 1, "refused"),
     # categories and files
     "two ids of one name": ("COCO", "//categories", lambda all: [*all, {"id": 30, "name": "car"}], "refused"),
-    "a category twice": ("COCO", "//categories", lambda all: [*all, dict(all[0])], "drawn"),
-    "an id with two names": ("COCO", "//categories.1.id", 5, "refused"),
     "categories by name": ("COCO", "//categories", {"road": 5, "car": 9, "sign": 13}, "refused"),
     "images by name": ("COCO", "//images", {"a": 1}, "refused"),
     "a task that is a number": ("Label Studio", "//1", 7, "refused"),
@@ -418,6 +412,14 @@ def test_void_and_background_have_one_rule_in_all_formats(name: str, tmp_path: P
         assert (mask[plane("sign")] == 255).all()
         assert (mask[plane("car")] == 0).all()
         assert (mask[plane("road") & ~plane("car")] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["labelme", "Label Studio", "CVAT", "Supervisely"])
+def test_annotations_without_objects_are_one_clear_error(name: str, tmp_path: Path) -> None:
+    FORMATS[name].write(root := images_in(tmp_path / "d"), [one._replace(planes={}) for one in entries()])
+    found, lines, _ = written(root, tmp_path / "out")
+    assert found == "refused"
+    assert "cannot be read: there are no objects in its 3 images; annotate some" in lines[0]
 
 
 @pytest.mark.parametrize(("least", "most", "is_read"), [(0.1, 0.9, False), (0.1, 1.9, True)])

@@ -159,9 +159,7 @@ def test_an_unlikely_reading_is_asked_instead_of_written(tmp_path: Path) -> None
         draw_image(root / f"images/{name}.png")
         for folder, num_pairs in (("masks", 7), ("older/labels", 6)):
             draw_mask(root / folder / f"{name if int(name) < num_pairs else f'other{name}x'}.png")
-    with pytest.raises(
-        OpenQuestionError, match=r"no reading of .* likely enough.*--layout 'images -> masks'"
-    ) as raised:
+    with pytest.raises(OpenQuestionError, match=r"no reading .* likely enough.*--layout 'images -> masks'") as raised:
         init(root)
     words, _, _ = raised.value.answers.values()
     assert "7 of 12 images have a mask" in words
