@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.weak_places import Rewrite, Watch
+from tests.support.weak_places import ROOT, Rewrite, Watch
 
 SOURCE = '''
 class Sizes:
@@ -68,3 +69,10 @@ def told(source: str, *lines: str) -> dict[str, bool]:
 )
 def test_only_what_differs_is_told_apart(lines: list[str], noticed: dict[str, bool]) -> None:
     assert told(SOURCE, *lines) == noticed
+
+
+def test_each_reason_is_for_a_line_of_the_code() -> None:
+    for module, reasons in tomllib.loads((ROOT / "tests" / "weak_places.toml").read_text()).items():
+        lines = {line.strip() for line in (ROOT / "segapp" / f"{module}.py").read_text().splitlines()}
+        assert reasons.keys() <= lines, module
+        assert all(reasons.values()), module

@@ -54,7 +54,8 @@ def without_global_context(model: SegmentationModel) -> SegmentationModel:
 
 def of_inference(model: SegmentationModel, images: Tensor) -> Tensor:
     inference = Inference(PREPROCESSING, align_corners=False)
-    return inference.probabilities(*inference.views(model, images)).log()
+    # The logarithms of the smallest float32 numbers differ by more than the tolerances.
+    return inference.probabilities(*inference.views(model, images)).clamp(min=1e-30).log()
 
 
 def of_export(model: SegmentationModel, images: Tensor) -> Tensor:
