@@ -130,8 +130,8 @@ def test_unknown_form_of_a_file_is_refused(name, options, message):
 @pytest.mark.slow
 def test_training_reports_loaded_weights_in_log_and_event(tiny, folder, tmp_path, capsys):
     save_file(load_trained(str(folder / "run")).model.state_dict(), tmp_path / "three.safetensors")
-    model = {"name": "lraspp_mobilenet_v3_large", "weights": str(tmp_path / "three.safetensors"), "encoder": None}
-    config = merged(tiny, data={"classes": [*CLASSES, "none"]}, model=model, train={"epochs": 1})
+    model = {"name": "lraspp_mobilenet_v3_large", "weights": str(tmp_path / "three.safetensors")}
+    config = merged({**tiny, "model": model}, data={"classes": [*CLASSES, "none"]}, train={"epochs": 1})
     assert train(config, tmp_path / "run") == 0
     (event,) = events(tmp_path / "run", "weights")
     assert event["num_taken"] == event["num_tensors"] - 4
