@@ -47,7 +47,7 @@ WeightsConfig = Annotated[str | None, option("--config", "Config of the model, i
 RunOption = Annotated[Path | None, option("--run", "Folder of the run.", "DIR")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON. --json NAME.json writes it to that file instead.")]
 SplitOption = Annotated[str | None, option("--split", "Data split. Default: the run's validation split.", "NAME")]
-SlideFlag = Annotated[bool, typer.Option("--slide", help="Use a sliding window instead of the whole image.")]
+SlideFlag = Annotated[bool, typer.Option("--slide", help="Use windows of eval.slide_px instead of the whole image.")]
 TtaFlag = Annotated[bool, typer.Option("--tta", help="Average over flipped and scaled copies.")]
 
 

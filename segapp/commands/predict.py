@@ -118,4 +118,8 @@ def predictor_of(trained: TrainedModel) -> TrainedPredictor:
 
 def _member(target: str, options: PredictOptions) -> TrainedPredictor:
     trained = load_trained(target, options.config, slide=options.slide, tta=options.tta, device=options.device)
+    if options.slide and trained.inference.window_px is not None:
+        height, width = trained.inference.window_px
+        windows = f"windows of {height} x {width} px (eval.slide_px)"
+        print(f"note: --slide predicts in {windows}; large images are cut without it", file=sys.stderr)
     return predictor_of(trained)

@@ -46,12 +46,13 @@ NUM_VAL = 4
 class Measured:
     """Measurements of the two short trainings.
 
-    `step_s` is a median; `data_wait_frac` of it is spent waiting for data. A save blocks the training for `copy_s` and
-    writes for `save_s` in the background. `step_bytes` are events and curves of TensorBoard per published step, and
-    `samples_bytes` are sample images per evaluation.
+    `step_s` is a median, `slowest_step_s` is of both trainings, and `data_wait_frac` is the share of waiting for data.
+    A save blocks the training for `copy_s` and writes for `save_s` in the background. `step_bytes` are events and
+    curves of TensorBoard per published step, and `samples_bytes` are sample images per evaluation.
     """
 
     step_s: float
+    slowest_step_s: float
     data_wait_frac: float
     eval_image_s: float
     copy_s: float
@@ -134,11 +135,13 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
     steps = _events(run.events, "step")
     resumed_step = _events(run.events, "run_start")[1]["resumed_from_step"]
     timed = [step for step in steps if step["step"] > resumed_step + 1] or steps[-1:]  # the first is a warm-up
+    usual = [step["step_s"] for step in steps if step["step"] not in (1, resumed_step + 1)]
     vals, saves = _events(run.events, "val"), _events(run.events, "checkpoint")
     pictures = sum(path.stat().st_size for path in run.samples.glob("epoch_*.png"))
     curves = sum(path.stat().st_size for path in run.tensorboard.rglob("*") if path.is_file())
     return Measured(
         step_s=median(step["step_s"] for step in timed),
+        slowest_step_s=max(usual, default=timed[-1]["step_s"]),
         data_wait_frac=median(step["data_wait_frac"] or 0.0 for step in timed),
         eval_image_s=min(val["val_s"] / max(val["num_images"], 1) for val in vals),
         copy_s=max(save.get("copy_s") or 0.0 for save in saves),
@@ -229,6 +232,11 @@ def report_lines(config: RunConfig, measured: Measured, full: Mapping[str, Any])
         f"  disk    {size(full['disk_bytes'])} (checkpoints {size(full['checkpoints_bytes'])}, events, curves "
         f"and samples {size(full['records_bytes'])}); {size(full['disk_free_bytes'])} are free",
     ]
+    if measured.slowest_step_s > 2 * measured.step_s:
+        lines.append(
+            f"  the slowest step took {measured.slowest_step_s:.3f} s: if other programs keep this machine as busy, "
+            f"the steps take up to {duration(full['train_s'] * measured.slowest_step_s / measured.step_s)}"
+        )
     if full["disk_bytes"] > full["disk_free_bytes"]:
         lines.append("  the disk is too small: lower checkpoint.keep, or choose another folder with --run")
     return lines

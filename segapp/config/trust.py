@@ -31,8 +31,7 @@ def named_code(
     sections |= {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
     named = {"data.format": (config.data.format, config.data.options)}
     named |= {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
-    transforms = [entry for entry in _items(config.data.augment) if is_component(entry[0])]
-    named |= {f"data.augment[{i}]": (name, options or {}) for i, (name, options) in enumerate(transforms)}
+    named |= {key: (name, options or {}) for key, name, options in _transforms(config.data.augment, "data.augment")}
     return {
         key: NamedCode(name, options, (copies or {}).get(name))
         for key, (name, options) in named.items()
@@ -45,12 +44,15 @@ def component_names(config: RunConfig) -> dict[str, str]:
     return {key: code.name for key, code in named_code(config).items()}
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys of nested mappings, which are the names of transforms, with their values."""
+def _transforms(value: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the place, the name and the options of each transform in nested lists and mappings."""
     if isinstance(value, Mapping):
-        yield from value.items()
-    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        yield from _items(inner)
+        for name, inner in value.items():
+            yield key, name, inner
+            yield from _transforms(inner, f"{key}.{name}")
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _transforms(inner, f"{key}[{i}]")
 
 
 def with_component_paths(raw: Any, folder: Path) -> Any:

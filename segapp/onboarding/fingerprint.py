@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from segapp.datasets.files import ImagePair, turn_of_mask
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.reading import read_with_nodata
+from segapp.datasets.images.windows import load_ignored, load_missing
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import read_masks
+from segapp.datasets.masks import read_masks, without_nodata
 from segapp.datasets.orientation import upright
 from segapp.datasets.resources import MASK_READERS, evenly_spread, side_by_side
 from segapp.errors import DataError
@@ -73,6 +74,9 @@ def measure(
     def measured(pair: ImagePair) -> _Measured | None:
         try:
             ids = upright(read_masks(pair.masks, scheme), turn_of_mask(pair, scheme.mask_orientation))
+            ignored = load_ignored(pair, load_missing(pair.image, pixels))
+            if ignored is not None and ignored.shape[:2] == ids.shape:
+                ids = without_nodata(ids, ignored[: len(ids)], scheme)
         except DataError:
             return None
         return measure_ids(ids, scheme.num_classes)

@@ -55,10 +55,9 @@ def compare_runs(
         RunError: a run has no events yet.
         StorageError: the page cannot be written.
     """
-    runs = [name for run in runs for name in runs_of(run)]
-    if len(runs) < 2:
-        raise ConfigError(f"compare needs at least two runs, and got {len(runs)}: segapp compare RUN RUN")
-    folders = [find_run(run) for run in runs]
+    folders = [find_run(name) for run in runs for name in runs_of(run)]
+    if len(folders) < 2:
+        raise ConfigError(f"compare needs at least two runs, and got {len(folders)}: segapp compare RUN RUN")
     rows = [_row_of(folder) for folder in folders]
     differences = differing_settings([read_settings(folder) for folder in folders])
     same, why_not = None, None if has_images else "left out because of --no-images"
@@ -172,7 +171,7 @@ def csv_of(found: Mapping[str, Any]) -> str:
     rows = []
     for i, run in enumerate(found["runs"]):
         figures = {key: value for key, value in run.items() if not isinstance(value, Mapping | list)}
-        settings = {key: values[i] for key, values in found["differences"].items()}
+        settings = {key: "" if values[i] == "?" else values[i] for key, values in found["differences"].items()}
         classes = {f"iou of {name}": iou for name, iou in run["iou"].items()}
         rows.append({**figures, **settings, **run["scores"], **classes})
     file = io.StringIO()

@@ -32,7 +32,7 @@ def runs(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {
         "name": "tiny",
         "data": {"format": "folder", "root": str(folder / "data"), "classes": CLASSES, "workers": 0,
-                 "crop_px": [32, 32], "val_split": "holdout"},
+                 "crop_px": [32, 40], "val_split": "holdout"},
         "model": MODEL,
         "train": {"epochs": 1, "batch_size": 3},
         "log": {"tensorboard": False},
@@ -192,6 +192,7 @@ def test_checkpoint_file_predicts_without_its_run(runs: Path, tmp_path: Path, co
     assert "1 images of 1 files written" in out
     assert "images/s" in out
     assert "is in no manifest" in said
+    assert "note: --slide predicts in windows of 32 x 40 px (eval.slide_px); large images are cut without it" in said
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["labels", "probabilities"]
     with np.load(tmp_path / "out" / "probabilities" / "x.npz") as stored:
         assert stored["classes"].tolist() == CLASSES

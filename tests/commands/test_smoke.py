@@ -17,6 +17,7 @@ from tests.support.runs import events, merged, segapp, train
 
 MEASURED = Measured(
     step_s=0.5,
+    slowest_step_s=1.0,
     data_wait_frac=0.1,
     eval_image_s=0.2,
     copy_s=0.25,
@@ -65,12 +66,16 @@ def test_smoke_predicts_a_run_and_changes_no_file(tiny: dict[str, Any], tmp_path
     assert records / 4 < full["records_bytes"] < 4 * records
 
 
+STEPS_S = (9.0, 2.0, 0.6, 8.0, 0.5, 0.7, 0.4)
+"""The first steps of both trainings, 1 and 4, warm up, and the median is of the second one."""
+
+
 def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None:
     """The first batch is drawn once, and curves belong to the steps."""
     lines = [
         {"type": "run_start"},
         {"type": "run_start", "resumed_from_step": 3},
-        *({"type": "step", "step": i, "step_s": 0.5, "data_wait_frac": None} for i in range(1, 8)),
+        *({"type": "step", "step": i, "step_s": s, "data_wait_frac": None} for i, s in enumerate(STEPS_S, start=1)),
         *({"type": "val", "val_s": val_s, "num_images": 4} for val_s in (3.0, 2.0, 5.0)),
         *({"type": "checkpoint", "size_bytes": 10 + s, "copy_s": s, "save_s": 7 - s} for s in (2, 4, 1)),
     ]
@@ -83,6 +88,7 @@ def test_disk_of_evaluations_and_steps_is_measured_apart(tmp_path: Path) -> None
     (tmp_path / "run" / "events.jsonl").write_text(text)
     found = measure(tmp_path, [torch.device("cpu"), torch.device("cpu:0")])
     assert [*found.peak_mib] == ["cpu", "cpu:0"]
+    assert (found.step_s, found.slowest_step_s) == (0.5, 2.0)
     assert (found.samples_bytes, found.step_bytes) == (30, (len(text) + 70) / 7)
     assert (found.eval_image_s, found.checkpoint_bytes, found.copy_s, found.save_s) == (0.5, 14, 4, 6)
 
@@ -131,4 +137,9 @@ def test_smoke_totals_of_a_whole_run_by_hand(tiny: dict[str, Any]) -> None:
     lines = report_lines(config, MEASURED, found)
     assert "50 steps, 3 evaluations of 6 images" in lines[2]
     assert lines[4].startswith("  memory  cuda:0 900 MiB, cuda:1 812 MiB at most; data.cache = auto may add")
-    assert lines[-1] == "  the disk is too small: lower checkpoint.keep, or choose another folder with --run"
+    too_small = "  the disk is too small: lower checkpoint.keep, or choose another folder with --run"
+    assert (len(lines), lines[-1]) == (7, too_small)
+    *_, slowest, last = report_lines(config, dataclasses.replace(MEASURED, slowest_step_s=1.5), found)
+    assert slowest.startswith("  the slowest step took 1.500 s: ")
+    assert slowest.endswith("the steps take up to 1m15s")
+    assert last == too_small

@@ -198,7 +198,7 @@ def test_transforms_and_losses_are_asked_with_their_options(
     def config(cmd: str) -> Any:
         entry = {"OneOf": {"transforms": [{"subprocess:getoutput": {"cmd": cmd}}]}}
         loss = {"plus": [{"name": "subprocess:getoutput", "options": {"cmd": cmd}}]}
-        return validate_config({**tiny, "loss": loss, "data": {**tiny["data"], "augment": [entry]}})
+        return validate_config({**tiny, "loss": loss, "data": {**tiny["data"], "augment": ["HorizontalFlip", entry]}})
 
     accept_code(named_code(config("true")).values())
     another_process(monkeypatch)
@@ -206,7 +206,7 @@ def test_transforms_and_losses_are_asked_with_their_options(
     another_process(monkeypatch)
     with pytest.raises(UnknownCodeError) as raised:
         check_code(config("false"), tmp_path)
-    assert sorted(raised.value.named) == ["data.augment[0]", "loss.plus.0.name"]
+    assert sorted(raised.value.named) == ["data.augment[1].OneOf.transforms[0]", "loss.plus.0.name"]
 
 
 def accepted(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -74,6 +74,7 @@ def test_every_variable_of_the_code_is_explained() -> None:
 def test_links_and_anchors_exist(path: Path) -> None:
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
     own = {anchor for anchor, _ in headings(path.read_text())}
+    assert "]()" not in re.sub(r"`[^`]*`", "", text), path
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:
             continue

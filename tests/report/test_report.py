@@ -273,8 +273,10 @@ def test_comparison_names_the_differing_settings(
     assert found["same_images"] is None
     assert "best.pt" in found["why_not"] or "checkpoint" in found["why_not"]
     assert found["why_not"] in read(tmp_path / "page.html").text
-    with pytest.raises(ConfigError, match="at least two runs"):
+    with pytest.raises(ConfigError, match="at least two runs, and got 1"):
         compare_runs([str(trained)])
+    with pytest.raises(ConfigError, match="nowhere"):
+        compare_runs(["nowhere"])
 
 
 def test_runs_are_compared_on_the_same_images_with_pictures(

@@ -99,12 +99,13 @@ def test_means_over_different_classes_are_said_to_be(tmp_path: Path, capsys: pyt
 def test_csv_has_a_line_for_each_run(tmp_path: Path) -> None:
     one = recorded(tmp_path / "one", [0.5, None, 0.125])
     two = recorded(tmp_path / "two", [0.25, 0.75, 0.5])
-    for run, lr in ((one, 0.002), (two, 0.014)):
-        run.folder.config_yaml.write_text(f"optim: {{lr: {lr}}}")
+    for run, optim in ((one, "{lr: 0.002}"), (two, "{lr: 0.014, nesterov: true}")):
+        run.folder.config_yaml.write_text(f"optim: {optim}")
     found = compare_runs([str(two.folder.path), str(one.folder.path)], has_images=False)
     first, second = csv.DictReader(io.StringIO(csv_of(found)))
     assert [first["name"], second["name"]] == ["two", "one"]
     assert [float(row["best_miou"]) for row in (first, second)] == [0.5, 0.3125]
     assert [first["iou of sky"], second["iou of sky"], second["iou of pole"]] == ["0.75", "", "0.125"]
     assert [first["optim.lr"], second["optim.lr"]] == ["0.014", "0.002"]
+    assert [first["optim.nesterov"], second["optim.nesterov"]] == ["True", ""]
     assert not any("[" in value or "{" in value for value in first.values())

@@ -14,7 +14,7 @@ from PIL import Image
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.layout import OpenQuestionError
-from tests.support.drawn_folders import SIZE, draw, draw_image, proposed, save, targets_read
+from tests.support.drawn_folders import SIZE, draw, draw_image, proposed, samples_read, save, targets_read
 
 NAMES = [f"{number:04}" for number in range(10)]
 
@@ -299,5 +299,11 @@ def test_fields_of_view_are_used_if_each_image_has_one(kind: str, valid_area: st
     assert config.data.valid_area == valid_area
     assert any("data.valid_area" in line and "fov" in line for line in result.lines) == (kind != "objects")
     assert any(line.startswith("not used: ") and "fov/" in line for line in result.lines) == (valid_area is None)
-    for stem, target in targets_read(config).items() if valid_area else ():
-        np.testing.assert_array_equal(target == config.data.ignore_index, field(NAMES.index(stem)) == 0)
+    if not valid_area:
+        return
+    trained = []
+    for split, image, _, target in samples_read(config):
+        np.testing.assert_array_equal(target == config.data.ignore_index, field(NAMES.index(image.stem)) == 0)
+        trained += [target[target != config.data.ignore_index]] if split == "train" else []
+    share = float((np.concatenate(trained) == 1).mean())
+    assert f"object {share:.2%}" in " ".join((tmp_path / "made.yaml").read_text().split())
