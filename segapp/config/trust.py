@@ -31,7 +31,10 @@ def named_code(
     sections |= {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
     named = {"data.format": (config.data.format, config.data.options)}
     named |= {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
-    named |= {key: (name, options or {}) for key, name, options in _transforms(config.data.augment, "data.augment")}
+    for key, name, options in _transforms(config.data.augment, "data.augment"):
+        while key in named:  # by names with dots, or two in one mapping: none may hide another from its check
+            key += "+"
+        named[key] = (name, options or {})
     return {
         key: NamedCode(name, options, (copies or {}).get(name))
         for key, (name, options) in named.items()

@@ -209,6 +209,23 @@ def test_transforms_and_losses_are_asked_with_their_options(
     assert sorted(raised.value.named) == ["data.augment[1].OneOf.transforms[0]", "loss.plus.0.name"]
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"a:f": {}, "b:g": {}},
+        {"OneOf": [{"a:f": {}, "b:g": {}}]},
+        {"A.B": {"a:f": {}}, "A": {"B": {"b:g": {}}}},
+        {"a:f": {"b:g": {}}},
+    ],
+)
+def test_no_transform_hides_another(entry: Any, tiny: dict[str, Any]) -> None:
+    config = validate_config(tiny)
+    data = config.data.model_copy(update={"augment": ["HorizontalFlip", entry]})
+    found = named_code(config.model_copy(update={"data": data}))
+    assert {code.name for code in found.values()} == {"a:f", "b:g"}
+    assert all(key.startswith("data.augment[1]") for key in found)
+
+
 def accepted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Accepts the code of `run.yaml`, and returns the config; then another process begins."""
     with trusting(True):
