@@ -49,6 +49,10 @@ def predict_target(networks: Sequence[str], files: Sequence[InputFile], out: Pat
         DataError: at the end, if files could not be read; the others are written.
     """
     predictor = build_predictor(networks, options)
+    members = predictor.members if isinstance(predictor, EnsemblePredictor) else [predictor]
+    for height, width in dict.fromkeys(filter(None, (each.inference.window_px for each in members if options.slide))):
+        windows = f"windows of {height} x {width} px (eval.slide_px)"
+        print(f"note: --slide predicts in {windows}; large images are cut without it", file=sys.stderr)
     plan = output_plan(out, predictor, options)
     with progress_bar(len(files), "predicting", unit="file") as progress:
         tally = predict_files(predictor, files, plan, batch=options.batch, progress=progress)
@@ -118,8 +122,4 @@ def predictor_of(trained: TrainedModel) -> TrainedPredictor:
 
 def _member(target: str, options: PredictOptions) -> TrainedPredictor:
     trained = load_trained(target, options.config, slide=options.slide, tta=options.tta, device=options.device)
-    if options.slide and trained.inference.window_px is not None:
-        height, width = trained.inference.window_px
-        windows = f"windows of {height} x {width} px (eval.slide_px)"
-        print(f"note: --slide predicts in {windows}; large images are cut without it", file=sys.stderr)
     return predictor_of(trained)
