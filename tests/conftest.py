@@ -23,6 +23,7 @@ import torch
 
 from tests.support import ROOT, fault_table
 from tests.support.disk import skip_syncs
+from tests.support.gpu.fake_cuda import FakeCuda
 from tests.support.isolation import Places, Watch, users_places
 from tests.support.programs import connection_to
 
@@ -244,6 +245,15 @@ def logical_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.budgets import enforce_budgets
 
     enforce_budgets(monkeypatch)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A machine with the GPUs that a test puts into its `gpus`: `torch.cuda` and `torch.version` answer for them."""
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(torch, "version", fake.version)
+    return fake
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from segapp.accelerator import ACCELERATORS, CUDA, Accelerator, gpu_of, wide, wide_sum
+from segapp.accelerator import ACCELERATORS, CUDA, Accelerator, Gpu, gpu_of, wide, wide_sum
 from segapp.assembly.devices import choose_devices, plan_devices
 from segapp.checkpoint.snapshot import capture_rng, restore_rng
 from segapp.config import RunConfig, validate_config
@@ -16,6 +16,7 @@ from segapp.errors import ConfigError
 from segapp.memory.oom import is_out_of_memory
 from segapp.training.step.rollback import capture_torch_rng, restore_torch_rng
 from tests.support import ROOT
+from tests.support.gpu.fake_cuda import FakeCuda, FakeGpu
 
 NAMES_CUDA = re.compile(r"torch\.cuda\b|[!=]= \"cuda\"|is_cuda|\(\"cuda\"")
 
@@ -37,54 +38,34 @@ def test_files_that_name_cuda_are_about_cuda_itself() -> None:
     assert found == set(ABOUT_CUDA), "ask segapp.accelerator, or say here why the file is about CUDA itself"
 
 
-class FakeCuda(types.SimpleNamespace):
-    """torch.cuda of a machine with three GPUs: random states that count up, and memory."""
-
-    def __init__(self) -> None:
-        super().__init__(states={0: 10, 1: 20, 2: 30}, free=[50, 950, 960], refusals=[0, 0, 0])
-
-    def device_count(self) -> int:
-        return 3
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor([self.states[device.index]], dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        self.states[device.index] = int(state)
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self.free[device.index], 1000
-
-    def memory_stats(self, device: torch.device) -> dict[str, int]:
-        return {"num_ooms": self.refusals[device.index]} if self.refusals[device.index] else {}
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    monkeypatch.setattr(torch, "cuda", fake)
-    return fake
+def cuda(fake_cuda: FakeCuda) -> FakeCuda:
+    fake_cuda.is_begun = True
+    fake_cuda.gpus = [FakeGpu(free=free, random_state=state) for free, state in ((50, 10), (950, 20), (960, 30))]
+    return fake_cuda
+
+
+def set_states(cuda: FakeCuda, *states: int) -> None:
+    for gpu, state in zip(cuda.gpus, states, strict=True):
+        gpu.random_state = state
 
 
 def test_random_states_of_every_gpu_return_from_a_checkpoint(cuda: FakeCuda) -> None:
     state = capture_rng()
     assert [int(each) for each in state["cuda"]] == [10, 20, 30]
-    cuda.states = {0: 1, 1: 2, 2: 3}
+    set_states(cuda, 1, 2, 3)
     restore_rng(state)
-    assert cuda.states == {0: 10, 1: 20, 2: 30}
+    assert cuda.random_states == [10, 20, 30]
     restore_rng({**state, "cuda": [torch.tensor([n], dtype=torch.uint8) for n in (5, 6, 7, 8)]})
-    assert cuda.states == {0: 5, 1: 6, 2: 7}, "the state of a GPU that is gone is skipped"
+    assert cuda.random_states == [5, 6, 7], "the state of a GPU that is gone is skipped"
 
 
 def test_rollback_returns_the_states_of_its_gpus_alone(cuda: FakeCuda) -> None:
     state = capture_torch_rng([torch.device(name) for name in ("cuda:2", "cpu", "cuda:1")])
     assert [(str(device), int(each)) for device, each in state[1]] == [("cuda:2", 30), ("cuda:1", 20)]
-    cuda.states = {0: 1, 1: 2, 2: 3}
+    set_states(cuda, 1, 2, 3)
     restore_torch_rng(state)
-    assert cuda.states == {0: 1, 1: 20, 2: 30}
+    assert cuda.random_states == [1, 20, 30]
 
 
 @pytest.mark.parametrize(
@@ -95,28 +76,27 @@ def test_rollback_returns_the_states_of_its_gpus_alone(cuda: FakeCuda) -> None:
 def test_vague_error_counts_as_memory_where_a_gpu_is_full(
     cuda: FakeCuda, free: list[int], refusals: list[int], is_short: bool
 ) -> None:
-    cuda.free, cuda.refusals = free, refusals
+    cuda.gpus = [FakeGpu(free=free_of_one, refusals=num) for free_of_one, num in zip(free, refusals, strict=True)]
     assert is_out_of_memory(RuntimeError("unable to find an engine to execute this computation")) is is_short
 
 
-def test_rocm_gpus_are_known_by_their_pci_address(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_gpus_are_known_by_their_pci_address(cuda: FakeCuda) -> None:
     """amd-smi and torch write other uuids for one GPU, and its capability is that of a gfx architecture."""
-    facts = {"name": "MI210", "total_memory": 2**36, "uuid": "31663062-3864-3663-6132-636634653231"}
     place = {"pci_domain_id": 0, "pci_bus_id": 0x63, "pci_device_id": 0, "gcnArchName": "gfx90a:sramecc+:xnack-"}
-    cuda.get_device_properties = lambda device: types.SimpleNamespace(**facts, **place)
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    device = torch.device("cuda:0")
+    uuid = "31663062-3864-3663-6132-636634653231"
+    cuda.gpus[1] = FakeGpu(uuid, "MI210", capability=(9, 0), total=2**36, properties=place)
+    cuda.version.hip = "7.0"
+    device = torch.device("cuda:1")
     assert CUDA.facts(device).uuid == "0000:63:00.0"
     assert (CUDA.has_bf16(device), CUDA.has_tf32(device)) == (True, False)
 
 
-def test_only_what_a_captured_graph_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_a_captured_graph_reads_is_kept(cuda: FakeCuda) -> None:
     """The tables of the loss lie in a cache, which forgets them; a graph reads their memory nevertheless."""
-    monkeypatch.setattr(CUDA, "held_by_graph", [])
-    for is_capturing in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_on=is_capturing: is_on)
-        CUDA.keep_with_graph(is_capturing)
-    assert CUDA.held_by_graph == [True]
+    gpu = Gpu("cuda", "nvidia-smi")
+    for cuda.is_capturing in (False, True):
+        gpu.keep_with_graph(cuda.is_capturing)
+    assert gpu.held_by_graph == [True]
 
 
 class NoFloat64(Accelerator):
@@ -209,8 +189,8 @@ def test_gpu_that_torch_does_not_see_is_refused(device: str) -> None:
         choose_devices(device)
 
 
-def test_auto_names_a_gpu_that_it_does_not_take(mps: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.usefixtures("mps", "fake_cuda")
+def test_auto_names_a_gpu_that_it_does_not_take() -> None:
     devices, reason = choose_devices("auto")
     assert devices == [torch.device("cpu")]
     assert "parallel.devices=mps trains on its GPU, untested" in reason

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.accelerator import CUDA, GpuFacts
 from segapp.assembly import devices as module
 from segapp.assembly.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, validate_config
@@ -17,6 +16,7 @@ from segapp.errors import ConfigError
 from segapp.memory.gpus import visible_gpus
 from segapp.planning.plan import choose_mode
 from tests.support.fake_smi import FOUR, smi_of
+from tests.support.gpu.fake_cuda import FakeCuda, FakeGpu
 
 
 @pytest.fixture(autouse=True)
@@ -135,13 +135,6 @@ def test_device_of_an_unknown_kind_is_refused_by_its_key(value: str | list[str |
 FACTS = {"1a4e": 49140, "1b77": 12288, "2c05": 12037, "9d31": 24576}
 
 
-def torch_sees(uuids: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [GpuFacts("card", uuid, FACTS[uuid] << 20) for uuid in uuids]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(uuids))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(CUDA, "facts", lambda device: cards[device.index])
-
-
 @pytest.mark.parametrize(
     ("visible", "uuids", "indices", "free_mib", "note"),
     [
@@ -154,6 +147,7 @@ def torch_sees(uuids: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_orders_what_torch_sees_and_says_what_is_hidden(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    fake_cuda: FakeCuda,
     visible: str,
     uuids: list[str],
     indices: list[int],
@@ -163,7 +157,7 @@ def test_auto_orders_what_torch_sees_and_says_what_is_hidden(
     smi_of(tmp_path, FOUR, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    torch_sees(uuids, monkeypatch)
+    fake_cuda.gpus = [FakeGpu(uuid, total=FACTS[uuid] << 20) for uuid in uuids]
     devices, reason = choose_devices("auto")
     assert devices == ([torch.device("cuda", index) for index in indices] or [torch.device("cpu")])
     places = zip(indices, free_mib, strict=True)
@@ -173,9 +167,9 @@ def test_auto_orders_what_torch_sees_and_says_what_is_hidden(
     assert ({gpu.uuid for gpu in visible_gpus().gpus} == set(uuids)) == (visible != "2")
 
 
+@pytest.mark.usefixtures("fake_cuda")
 def test_hidden_gpu_of_a_config_is_refused_with_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi_of(tmp_path, FOUR, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
-    torch_sees([], monkeypatch)
     with pytest.raises(ConfigError, match=r"no CUDA device is visible here.*CUDA_VISIBLE_DEVICES='NoDevFiles' hides"):
         choose_devices([1])

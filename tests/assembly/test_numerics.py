@@ -40,6 +40,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.planning.auto import resolve_auto
 from segapp.run.folder import RunFolder
 from segapp.session.failures import as_segapp_error
+from tests.support.gpu.fake_cuda import FakeCuda, FakeGpu
 from tests.support.own_parts import DROPOUT
 from tests.support.runs import events, merged, resume, train
 
@@ -53,9 +54,13 @@ def config_of(**sections: Any) -> RunConfig:
     return validate_config({"name": "r", "data": data, **sections})
 
 
+@pytest.fixture
+def two_cards(fake_cuda: FakeCuda) -> None:
+    fake_cuda.gpus = [FakeGpu(capability=(7, 0)), FakeGpu(capability=(8, 0))]
+
+
 @pytest.fixture(autouse=True)
-def _two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0) if device == V100 else (8, 0))
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
@@ -64,10 +69,12 @@ def _two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     ("devices", "expected"),
     [([CPU], "fp32"), ([A100], "amp-bf16"), ([V100], "amp-fp16"), ([A100, V100], "amp-fp16"), ([A100, CPU], "fp32")],
 )
+@pytest.mark.usefixtures("two_cards")
 def test_auto_precision_is_what_every_device_has(devices: list[torch.device], expected: str) -> None:
     assert with_precision(config_of(), devices).train.precision == expected
 
 
+@pytest.mark.usefixtures("two_cards")
 def test_precision_that_the_config_names_is_kept() -> None:
     config = config_of(train={"precision": "amp-fp16"})
     assert [with_precision(config, devices) for devices in ((A100,), (CPU,), ())] == [config] * 3
@@ -76,6 +83,7 @@ def test_precision_that_the_config_names_is_kept() -> None:
 @pytest.mark.parametrize(
     ("asking", "expected"), [({"model"}, "fp32"), ({"loss"}, "fp32"), ({"optim"}, "amp-bf16"), (set(), "amp-bf16")]
 )
+@pytest.mark.usefixtures("two_cards")
 def test_custom_model_and_loss_can_ask_for_float32(
     asking: set[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +119,7 @@ def networks() -> list[SegmentationModel]:
         ({}, CPU, False),
     ],
 )
+@pytest.mark.usefixtures("two_cards")
 def test_channels_last_where_tensor_cores_convolve(
     train: dict[str, Any], device: torch.device, expected: bool, networks: list[SegmentationModel]
 ) -> None:
@@ -121,9 +130,9 @@ def test_channels_last_where_tensor_cores_convolve(
 SWITCHES = {"deterministic": True, "tf32": False}
 
 
-def test_deterministic_is_refused_where_cublas_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_is_refused_where_cublas_has_run(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS reads its variable at its first product: set later, every product of the run would raise."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    fake_cuda.is_begun = True
     with pytest.raises(ConfigError, match=f"{CUBLAS_VARIABLE}=:4096:8") as raised, numerics(**SWITCHES):
         pass
     assert raised.value.key == "train.deterministic"
@@ -136,15 +145,18 @@ def test_deterministic_is_refused_where_cublas_has_run(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("has_used_cuda", [False, True])
-def test_second_deterministic_run_of_a_process_works(monkeypatch: pytest.MonkeyPatch, has_used_cuda: bool) -> None:
+def test_second_deterministic_run_of_a_process_works(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_used_cuda: bool
+) -> None:
     for _ in range(2):
         with numerics(**SWITCHES):
             assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
-            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_used_cuda)
+            fake_cuda.is_begun = has_used_cuda
         assert (CUBLAS_VARIABLE in os.environ) == has_used_cuda
     monkeypatch.setenv(CUBLAS_VARIABLE, "")  # so that it ends with this test
 
 
+@pytest.mark.usefixtures("two_cards")
 def test_training_has_the_precision_that_all_ranks_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, ranks = RunFolder.create("r", path=tmp_path / "run"), Ranks()
     monkeypatch.setattr(ranks, "gather", lambda own: ["amp-bf16", own, "amp-bf16"])
@@ -189,8 +201,7 @@ def switches() -> dict[str, Any]:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.filterwarnings("error")
-def test_switches_are_set_and_undone(deterministic: bool, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_switches_are_set_and_undone(deterministic: bool, tf32: bool, two_cards: None) -> None:
     before = switches()
     with numerics(deterministic=deterministic, tf32=tf32):
         inside = switches()
@@ -225,10 +236,15 @@ def test_training_that_needs_no_determinism_does_not_ask_for_it(monkeypatch: pyt
     ],
 )
 def test_expandable_segments_unless_the_user_chose(
-    platform: str, cuda: str | None, user: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    platform: str,
+    cuda: str | None,
+    user: dict[str, str],
+    expected: str | None,
+    fake_cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module.sys, "platform", platform)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+    fake_cuda.version.cuda = cuda
     for name, value in user.items():
         monkeypatch.setenv(name, value)
     with numerics(**PLAIN):

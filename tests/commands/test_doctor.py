@@ -8,11 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from segapp.commands.doctor import (
 )
 from tests.support import ROOT
 from tests.support.fake_smi import FOUR, fake_smi, smi_of
+from tests.support.gpu.fake_cuda import FakeCuda, FakeGpu
 
 GIB = 2**30
 Usage = namedtuple("Usage", "total used free")
@@ -171,17 +170,16 @@ def test_an_opencv_that_needs_libgl_is_replaced(monkeypatch, capsys):
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
+def no_gpu(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> pytest.MonkeyPatch:
+    fake_cuda.version.cuda = "13.2"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     return monkeypatch
 
 
-def test_a_driver_that_is_too_old_is_named(no_gpu, tmp_path):
+def test_a_driver_that_is_too_old_is_named(no_gpu, fake_cuda, tmp_path):
     smi_of(tmp_path, FOUR, no_gpu)
-    no_gpu.setattr(torch.cuda, "is_available", lambda: any(map(warnings.warn, ("The driver is\ntoo old", "another"))))
+    fake_cuda.warnings = ["The driver is\ntoo old", "another"]
     finding = found(module._cuda(), "cuda")
     assert finding.found == "The driver is too old"
     assert "newer NVIDIA driver" in finding.fix
@@ -192,8 +190,8 @@ def test_a_driver_that_is_too_old_is_named(no_gpu, tmp_path):
     assert "newer NVIDIA driver" not in finding.fix
 
 
-def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu, tmp_path):
-    no_gpu.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn("The driver is too old", stacklevel=1)))
+def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu, fake_cuda, tmp_path):
+    fake_cuda.warnings = ["The driver is too old"]
     smi_of(tmp_path, FOUR, no_gpu)
     for hidden in ("-1", "0,0"):
         no_gpu.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -201,19 +199,20 @@ def test_hidden_gpus_and_a_torch_without_cuda_are_named(no_gpu, tmp_path):
         assert finding.found.startswith(f"CUDA_VISIBLE_DEVICES={hidden!r} ")
         assert finding.fix.startswith("name each GPU once" if hidden == "0,0" else "unset it, ")
         assert "driver" not in finding.fix
-    no_gpu.setattr(torch.version, "cuda", None)
-    no_gpu.setattr(torch.version, "hip", None)
+    fake_cuda.version.cuda = fake_cuda.version.hip = None
     assert found(module._cuda(), "cuda").fix.endswith("--reinstall torch torchvision")
-    no_gpu.setattr(torch.version, "cuda", "13.2")
-    no_gpu.setattr(torch.cuda, "is_available", lambda: False)
+    fake_cuda.version.cuda, fake_cuda.warnings = "13.2", []
     no_gpu.delenv("CUDA_VISIBLE_DEVICES")
     no_gpu.setenv("PATH", "")
     finding = found(module._cuda(), "cuda")
     assert (finding.found, finding.fix) == ("no GPU: training runs on the CPU", "")
 
 
-def test_each_gpu_is_tried(no_gpu):
-    tiny = SimpleNamespace(name="NVIDIA H200", total_memory=141 * GIB, major=9, minor=0)
+def test_each_gpu_is_tried(no_gpu, fake_cuda):
+    fake_cuda.gpus = [
+        FakeGpu(name="NVIDIA H200", total=141 * GIB, capability=(9, 0)),
+        FakeGpu(name="NVIDIA K40", total=12 * GIB, capability=(3, 5)),
+    ]
     ones = torch.ones
 
     def tried(num: int, device: str | None = None) -> torch.Tensor:
@@ -221,24 +220,22 @@ def test_each_gpu_is_tried(no_gpu):
             raise RuntimeError("no kernel image is available")
         return ones(num)
 
-    no_gpu.setattr(torch.cuda, "is_available", lambda: True)
-    no_gpu.setattr(torch.cuda, "device_count", lambda: 2)
-    no_gpu.setattr(torch.cuda, "get_device_properties", lambda _: tiny)
     no_gpu.setattr(torch, "ones", tried)
     works, fails = [finding for finding in module._cuda() if finding.name.startswith("cuda:")]
     assert works == Diagnosis("cuda:0", "ok", "NVIDIA H200, 141.0 GiB, compute capability 9.0")
     assert (fails.name, fails.state) == ("cuda:1", "warning")
+    assert fails.found.startswith("NVIDIA K40, 12.0 GiB, compute capability 3.5; ")
     assert "no kernel image is available" in fails.found
     assert "a torch built for this GPU" in fails.fix
 
 
-def test_a_gpu_with_triton_needs_a_compiler(no_gpu):
+def test_a_gpu_with_triton_needs_a_compiler(no_gpu, fake_cuda):
     pytest.importorskip("triton")
     no_gpu.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
     assert missing(list(module._triton())) == []
     no_gpu.setattr(shutil, "which", lambda _: None)
     assert missing(list(module._triton())) == []
-    no_gpu.setattr(torch.cuda, "is_available", lambda: True)
+    fake_cuda.gpus = [FakeGpu()]
     assert missing(list(module._triton())) == ["c compiler"]
     no_gpu.setenv("CC", "mine -m64")
     no_gpu.setattr(shutil, "which", lambda name: "/opt/mine" if name == "mine" else None)

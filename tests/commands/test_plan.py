@@ -3,13 +3,13 @@
 import json
 
 import pytest
-import torch
 import yaml
 
 from segapp.commands.plan import gpu_specs, parse_gpus, print_plan
 from segapp.errors import ConfigError
 from segapp.memory.plan import GpuSpec
 from tests.support.fake_smi import FOUR, SLICED, Card, fake_smi, smi_of
+from tests.support.gpu.fake_cuda import FakeGpu
 from tests.support.runs import segapp
 
 
@@ -116,10 +116,8 @@ def test_plan_without_visible_gpus_says_why(monkeypatch, tmp_path, script, visib
     ("gpus", "capability", "expected"),
     [("here", (7, 5), "amp-fp16"), ("here", (8, 0), "amp-bf16"), ("1GiB", (7, 5), "auto")],
 )
-def test_gpus_of_this_machine_decide_the_precision(folder, tmp_path, monkeypatch, gpus, capability, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, (9, 0))[device.index])
+def test_gpus_here_decide_the_precision(folder, tmp_path, monkeypatch, fake_cuda, gpus, capability, expected):
+    fake_cuda.gpus = [FakeGpu(capability=capability), FakeGpu(capability=(9, 0))]
     smi_of(tmp_path, FOUR, monkeypatch)
     planned = []
 

@@ -38,6 +38,7 @@ from segapp.run.folder import RunFolder, runs_of
 from segapp.view.runs import run_state
 from tests.support.drawn_folders import draw
 from tests.support.fake_smi import FOUR, SLICED, Card, smi_of
+from tests.support.gpu.fake_cuda import FakeCuda, FakeGpu
 from tests.support.live_runs import seen, small, wait_for
 from tests.support.programs import Program, start
 from tests.support.recorded_runs import RecordedRun
@@ -234,11 +235,9 @@ def test_each_job_gets_gpus_that_cuda_shows(
     assert [each["CUDA_VISIBLE_DEVICES"] for each in job_environments(2)] == each_job
 
 
-def test_jobs_share_the_gpus_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_share_the_gpus_and_threads(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without nvidia-smi, as on ROCm, torch counts the GPUs."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    fake_cuda.gpus = [FakeGpu()] * 4
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
@@ -251,7 +250,7 @@ def test_jobs_share_the_gpus_and_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     assert job_environments(2)[0]["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,7")
     assert visible(2) == ["4,5", "GPU-a,7"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    fake_cuda.gpus = []
     assert visible(2) == ["", ""]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from segapp.errors import ConfigError
 from segapp.memory.counters import limit_gpus
+from tests.support.gpu.fake_cuda import FakeGpu
 
 MIB = 2**20
 
@@ -26,11 +25,7 @@ def test_budgets_that_no_allocator_keeps_are_refused(devices, limits, message):
         limit_gpus(limits, devices)
 
 
-def test_budget_becomes_a_fraction_of_the_gpu(monkeypatch):
-    fractions = {}
-    total = SimpleNamespace(total_memory=1000 * MIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda f, device: fractions.update({device: f}))
-    gpus = [torch.device("cuda", 1), torch.device("cuda", 0)]
-    limit_gpus([9.0, 250.0, 2000.0], gpus, first=1)
-    assert fractions == {gpus[0]: 0.25, gpus[1]: 1.0}
+def test_budget_becomes_a_fraction_of_the_gpu(fake_cuda):
+    fake_cuda.gpus = [FakeGpu(total=mib * MIB) for mib in (1000, 800, 900)]
+    limit_gpus([9.0, 200.0, 2000.0], [torch.device("cuda", 1), torch.device("cuda", 0)], first=1)
+    assert [gpu.fraction for gpu in fake_cuda.gpus] == [1.0, 0.25, None]

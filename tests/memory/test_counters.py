@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import resource
 import time
-import types
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +28,7 @@ from segapp.run.folder import RunFolder
 from segapp.waiting import repeated
 from tests.support.fake_smi import THREE_GPUS, fake_smi
 from tests.support.fault_table import case
+from tests.support.gpu.fake_cuda import FakeGpu
 from tests.support.live_runs import seen, wait_for
 
 
@@ -143,19 +143,9 @@ def test_process_memory_equals_that_of_the_system():
     assert 0 < counters.read()["utilization"] <= 1
 
 
-def test_peak_of_a_gpu_counts_from_the_last_reading(monkeypatch):
-    device, peak_bytes, current_bytes = torch.device("cuda:1"), 5 * 2**20, 2**20
-
-    def reset(of: torch.device) -> None:
-        nonlocal peak_bytes
-        assert of == device
-        peak_bytes = current_bytes
-
-    fake = types.SimpleNamespace(
-        max_memory_allocated=lambda of: peak_bytes if of == device else 0, reset_peak_memory_stats=reset
-    )
-    monkeypatch.setattr(torch, "cuda", fake)
-    counters = AllocatorCounters(CUDA, device)
+def test_peak_of_a_gpu_counts_from_the_last_reading(fake_cuda):
+    fake_cuda.gpus = [FakeGpu(), FakeGpu(peak=5 * 2**20, allocated=2**20)]
+    counters = AllocatorCounters(CUDA, torch.device("cuda:1"))
     assert [counters.pop_peak_mib() for _ in range(2)] == [5.0, 1.0]
 
 
@@ -213,21 +203,13 @@ def test_ranks_on_the_cpu_are_counted_by_their_process():
     assert [found["allocated_mib"] for found in tracker.sample()] == [10.0, 20.0, 10.0]
 
 
-def test_driver_is_asked_about_own_gpus_alone(monkeypatch):
+def test_driver_is_asked_about_own_gpus_alone(fake_cuda):
     """Asking about the GPU of another rank would make a context there."""
-    asked: list[str] = []
-
-    def mem_get_info(device: torch.device) -> tuple[int, int]:
-        asked.append(str(device))
-        if device.index == 2:
-            raise RuntimeError("CUDA error")
-        return 3 * 2**20, 10 * 2**20
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    fake_cuda.gpus = [FakeGpu(free=3 * 2**20, total=10 * 2**20), FakeGpu(), FakeGpu(is_lost=True)]
     infos = [DeviceInfo(f"cuda:{i}", uuid=uuid, is_own=i != 1) for i, uuid in enumerate(("a", "b", "c"))]
     tracker = DeviceMemoryTracker([*infos, infos[0]])  # two logical devices on the first
     assert tracker.driver_used_mib() == {"a": 7.0}
-    assert asked == ["cuda:0", "cuda:2"]
+    assert [str(device) for device in fake_cuda.asked_memory] == ["cuda:0", "cuda:2"]
 
 
 @case("G01", how="nvidia-smi fails or hangs under a monitor", passes="its numbers are missing, one call, no storm")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from segapp.errors import ConfigError
 from segapp.memory.oom import is_out_of_memory
+from tests.support.gpu.fake_cuda import FakeGpu
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
 ENGINE = "FIND was unable to find an engine to execute this computation after trying 9 plans."
@@ -84,13 +84,13 @@ def test_other_errors_are_not_taken_for_memory(error):
     assert not is_out_of_memory(error)
 
 
-def _dead(_index: int) -> tuple[int, int]:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
 @pytest.mark.parametrize(
-    ("mem_get_info", "expected"),
-    [(lambda _: (100, 24_000), True), (lambda _: (12_000, 24_000), False), (_dead, False)],
+    ("gpu", "expected"),
+    [
+        (FakeGpu(free=100, total=24_000), True),
+        (FakeGpu(free=12_000, total=24_000), False),
+        (FakeGpu(is_lost=True), False),
+    ],
     ids=["full", "half-empty", "dead"],
 )
 @pytest.mark.parametrize(
@@ -103,7 +103,6 @@ def _dead(_index: int) -> tuple[int, int]:
     ],
     ids=["engine", "cublas", "cudnn", "cudart"],
 )
-def test_unclear_words_mean_memory_on_a_full_gpu_only(text, mem_get_info, expected, monkeypatch):
-    fake = types.SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 1, mem_get_info=mem_get_info)
-    monkeypatch.setattr(torch, "cuda", fake)
+def test_unclear_words_mean_memory_on_a_full_gpu_only(text, gpu, expected, fake_cuda):
+    fake_cuda.gpus, fake_cuda.is_begun = [gpu], True
     assert is_out_of_memory(RuntimeError(text)) == expected

@@ -18,6 +18,7 @@ from segapp.losses import CriterionCE, surrogate
 from segapp.parallel import SyncBatchNorm, distributed
 from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, wrap_ddp
 from segapp.parallel.reductions import all_reduce_ranks, has_other_ranks, layers_group, stack_ranks, use_layers_group
+from tests.support.gpu.fake_cuda import FakeGpu
 from tests.support.rank_runs import run_ranks
 
 
@@ -188,14 +189,14 @@ def test_layers_exchange_in_a_group_of_their_own(group_size, monkeypatch):
     assert layers_group() is None
 
 
-def test_layers_of_nccl_get_a_group_of_high_priority(monkeypatch):
+def test_layers_of_nccl_get_a_group_of_high_priority(monkeypatch, fake_cuda):
     made = []
     for name, value in {**FULL, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     monkeypatch.setattr(distributed, "_rank_device", lambda *_: torch.device("cuda:0"))
     monkeypatch.setattr(distributed, "die_with_parent", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    fake_cuda.gpus = [FakeGpu()]
     monkeypatch.setattr(distributed, "_meeting_store", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
     monkeypatch.setattr(dist, "new_group", lambda **options: made.append(("group", options)) or "the layers' group")

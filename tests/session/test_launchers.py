@@ -11,6 +11,7 @@ import segapp
 from segapp.errors import ConfigError, DistributedError
 from segapp.parallel.distributed import DistributedSetupError, is_launched, read_rank
 from segapp.session.request import adopt_launcher, exit_code_for_launcher
+from tests.support.gpu.fake_cuda import FakeCuda, FakeGpu
 from tests.support.runs import merged
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
@@ -43,9 +44,9 @@ def test_first_machine_of_slurms_list(hosts: str, first: str) -> None:
     assert adopted({**STEP, "SLURM_STEP_NODELIST": hosts})[1][3] == first
 
 
-def test_a_rank_alone_on_its_gpu_needs_no_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_alone_on_its_gpu_needs_no_local_rank(fake_cuda: FakeCuda) -> None:
     pod = {"RANK": "1", "WORLD_SIZE": "2", **MEETING}
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    fake_cuda.gpus = [FakeGpu()]
     assert read_rank(pod) == (1, 2, 0)
 
 

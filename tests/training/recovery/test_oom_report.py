@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import types
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ import torch
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import examine, release
 from segapp.parallel import DataParallelModel, current_replica
+from tests.support.gpu.fake_cuda import FakeCuda, FakeGpu
 
 
 @pytest.fixture
@@ -41,18 +40,9 @@ def test_report_has_the_device_of_the_replica_that_failed(memory: DeviceMemoryTr
     assert report.problem == "CUDA out of memory. Tried to allocate 20.00 MiB"
 
 
-def test_report_is_whole_where_cuda_calls_raise(memory: DeviceMemoryTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dead(types.ModuleType):
-        """`torch.cuda` after which nothing works."""
-
-        def __getattr__(self, name: str) -> Any:
-            def call(*_args: Any, **_kwargs: Any) -> Any:
-                raise torch.AcceleratorError(f"CUDA error in {name}")
-
-            return call
-
+def test_report_is_whole_where_cuda_calls_raise(memory: DeviceMemoryTracker, fake_cuda: FakeCuda) -> None:
     error = of_replica(1, "CUDA out of memory. Tried to allocate 2.00 GiB")
-    monkeypatch.setattr(torch, "cuda", Dead("cuda"))
+    fake_cuda.gpus = [FakeGpu(is_lost=True) for _ in range(3)]
     report = examine(error, memory)
     release(error, torch.device("cuda"))
     assert (report.device, report.index, report.requested_mib) == ("cuda:1", 1, 2048.0)
@@ -65,7 +55,7 @@ def test_report_is_whole_where_cuda_calls_raise(memory: DeviceMemoryTracker, mon
 )
 def test_report_has_the_counters_of_the_gpu(
     memory: DeviceMemoryTracker,
-    monkeypatch: pytest.MonkeyPatch,
+    fake_cuda: FakeCuda,
     free_gib: int,
     allocated_gib: int,
     reserved_gib: int,
@@ -73,14 +63,9 @@ def test_report_has_the_counters_of_the_gpu(
     fragmentation: float | None,
 ) -> None:
     """Of 24 GiB; worked by hand."""
-    fake = types.SimpleNamespace(
-        mem_get_info=lambda _: (free_gib << 30, 24 << 30),
-        memory_reserved=lambda _: reserved_gib << 30,
-        memory_allocated=lambda _: allocated_gib << 30,
-        get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
-    )
-    monkeypatch.setattr(torch, "cuda", fake)
-    report = examine(of_replica(0, "CUDA error: out of memory"), memory)
+    failed = FakeGpu(total=24 << 30, free=free_gib << 30, allocated=allocated_gib << 30, reserved=reserved_gib << 30)
+    fake_cuda.gpus = [FakeGpu(), failed, FakeGpu()]
+    report = examine(of_replica(1, "CUDA error: out of memory"), memory)
     assert (report.total_mib, report.reserved_mib) == (24576.0, 1024.0 * reserved_gib)
     assert (report.allocated_mib, report.others_mib) == (1024.0 * allocated_gib, others_mib)
     assert report.fragmentation == (None if fragmentation is None else pytest.approx(fragmentation))
