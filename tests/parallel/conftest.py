@@ -2,6 +2,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+
+from segapp.parallel.replica_threads import keep_workers
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +13,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def kept_workers() -> Iterator[None]:
+    """Keeps the replicas' threads between the tests of a file.
+
+    A new thread first makes as many autograd nodes as this process has made before (`_advance_sequence_number`): for
+    three replicas that takes longer than most tests.
+    """
+    user = nn.Identity()
+    keep_workers(user)
+    yield
+    del user
