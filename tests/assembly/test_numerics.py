@@ -254,8 +254,7 @@ def test_expandable_segments_unless_the_user_chose(
     }
 
 
-def test_evaluations_and_sample_pictures_time_no_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+def test_evaluations_and_sample_pictures_time_no_algorithms() -> None:
     seen: list[tuple[bool, bool]] = []
 
     class Net(torch.nn.Module):
@@ -269,8 +268,9 @@ def test_evaluations_and_sample_pictures_time_no_algorithms(monkeypatch: pytest.
     model: Any = Net()
     inference = Inference(Preprocessing(PixelFormat(mean=(0.5,) * 3, std=(0.5,) * 3)))
     batch = Batch(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.zeros(1, 4, 4, dtype=torch.uint8), (0,))
-    evaluate(model, [batch], EvaluationSettings(inference, 3, 255, torch.device("cpu")))
-    predict_image(model, inference, np.zeros((4, 4, 3), np.uint8), torch.device("cpu"))
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        evaluate(model, [batch], EvaluationSettings(inference, 3, 255, torch.device("cpu")))
+        predict_image(model, inference, np.zeros((4, 4, 3), np.uint8), torch.device("cpu"))
     assert seen == [(False, True)] * 2
     with contextlib.suppress(KeyError), without_cudnn_benchmark():
         raise KeyError

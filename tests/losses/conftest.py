@@ -24,6 +24,12 @@ def resolution(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
+def set_full_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Give the function that sets below how many bytes logits are upsampled at once, not band by band."""
+    return lambda num_bytes: monkeypatch.setattr(pixel_sums, "FULL_BYTES", num_bytes)
+
+
+@pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
     """Give the function that sets torch's number of threads, which is as before after the test."""
     before = torch.get_num_threads()

@@ -17,7 +17,7 @@ WAYS = ["triton", "sums", "reference"]
 
 
 @pytest.fixture(autouse=True)
-def of_kernels(monkeypatch):
+def of_kernels(monkeypatch, set_full_bytes):
     """Let torch's operators compute what the kernels compute on CUDA; list if they computed the gradient."""
     with_gradients, sums = [], cross_entropy._sums
 
@@ -34,7 +34,7 @@ def of_kernels(monkeypatch):
 
     kernels = SimpleNamespace(cross_entropy_by_triton=in_a_thread)
     monkeypatch.setattr(cross_entropy, "load_kernels", lambda _: kernels)
-    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)  # nothing is computed at once
+    set_full_bytes(0)  # nothing is computed at once
     return with_gradients
 
 

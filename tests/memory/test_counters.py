@@ -97,7 +97,7 @@ def test_observed_peaks_restart_with_a_new_split():
     assert found["phase_peak_mib"] == {"data": 10.0, "forward": 400.0}
 
 
-def test_peak_while_cudnn_times_algorithms_is_left_out(monkeypatch):
+def test_peak_while_cudnn_times_algorithms_is_left_out():
     counters = Counters()
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", uuid="aaaa")], counters=[counters])
     counters.use(150.0)  # the weights arrive
@@ -109,18 +109,18 @@ def test_peak_while_cudnn_times_algorithms_is_left_out(monkeypatch):
         if is_finished:
             watch.end_step(sizes)
 
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    train((3, 2), 36000.0, is_finished=False)  # the algorithms that are left are timed in the step's repetition
-    assert watch.sample()[0]["peak_mib"] == 150.0
-    train((3, 2), 35000.0)
-    assert watch.sample()[0]["peak_mib"] is None
-    train((3, 2), 400.0)
-    train((5,), 30000.0)
-    assert watch.observed_mib() == [400.0]
-    train((5,), 700.0)
-    assert watch.sample()[0]["peak_mib"] == 700.0
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    train((1,), 800.0)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        train((3, 2), 36000.0, is_finished=False)  # the algorithms that are left are timed in the step's repetition
+        assert watch.sample()[0]["peak_mib"] == 150.0
+        train((3, 2), 35000.0)
+        assert watch.sample()[0]["peak_mib"] is None
+        train((3, 2), 400.0)
+        train((5,), 30000.0)
+        assert watch.observed_mib() == [400.0]
+        train((5,), 700.0)
+        assert watch.sample()[0]["peak_mib"] == 700.0
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False):
+        train((1,), 800.0)
     assert watch.observed_mib() == [800.0]
 
 
@@ -163,21 +163,24 @@ def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch):
 
 
 def monitored(
-    folder: Path, gpus: GpuPoller, monkeypatch: pytest.MonkeyPatch
-) -> tuple[contextlib.AbstractContextManager[None], MemorySampler, RunFolder]:
+    folder: Path,
+    gpus: GpuPoller,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[DeviceMemoryTracker] = DeviceMemoryTracker,
+) -> tuple[contextlib.AbstractContextManager[None], RunFolder]:
     monkeypatch.setattr(sampler_module, "MEMORY_S", 0.1)
     run = RunFolder.create(path=folder / "run")
     infos = gpu_infos()
-    watch = DeviceMemoryTracker(infos, counters=[Counters() for _ in infos])
+    watch = kind(infos, counters=[Counters() for _ in infos])
     watch.mark("data")
     sampler = MemorySampler(EventWriter(run.events).write, watch, gpus=gpus)
-    return repeated("memory sampler", sampler.poll), sampler, run
+    return repeated("memory sampler", sampler.poll), run
 
 
 def test_three_gpus_are_matched_by_uuid(tmp_path, monkeypatch):
     (tmp_path / "out").write_text(THREE_GPUS)
     fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
-    monitor, _, run = monitored(tmp_path, GpuPoller(), monkeypatch)
+    monitor, run = monitored(tmp_path, GpuPoller(), monkeypatch)
     with monitor:
         wait_for(lambda: any(event["devices"][0]["used_mib"] for event in seen(run.path, "memory")), 30)
     devices = seen(run.path, "memory")[-1]["devices"]
@@ -216,7 +219,7 @@ def test_driver_is_asked_about_own_gpus_alone(fake_cuda):
 @pytest.mark.parametrize("script", ["exit 9", "sleep 30"])
 def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(tmp_path, monkeypatch, script):
     fake_smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
-    monitor, _, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0), monkeypatch)
+    monitor, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0), monkeypatch)
     began = time.monotonic()
     with monitor:
         wait_for(lambda: len(seen(run.path, "memory")) >= 5, 30)
@@ -228,9 +231,15 @@ def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(tmp_path, monkeypa
 
 
 def test_monitor_error_ends_neither_monitor_nor_training(tmp_path, monkeypatch):
-    monitor, sampler, run = monitored(tmp_path, GpuPoller(retry_s=60.0), monkeypatch)
-    found = sampler.device_memory.sample
-    calls = iter(range(1000))
-    monkeypatch.setattr(sampler.device_memory, "sample", lambda: found() if next(calls) else 1 / 0)
+    class FailingFirst(DeviceMemoryTracker):
+        has_failed = False
+
+        def sample(self):
+            if not self.has_failed:
+                self.has_failed = True
+                raise ZeroDivisionError
+            return super().sample()
+
+    monitor, run = monitored(tmp_path, GpuPoller(retry_s=60.0), monkeypatch, FailingFirst)
     with monitor:
         wait_for(lambda: seen(run.path, "memory"), 20)

@@ -171,8 +171,15 @@ def deaf(free_port: int) -> Iterator[int]:
         yield free_port
 
 
-def test_probe_says_what_is_at_an_address(deaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets probes wait for tenths of a second."""
     monkeypatch.setattr(meeting, "_PROBE_S", 0.3)
+    monkeypatch.setattr(meeting, "_PAUSE_S", 0.05)
+
+
+@pytest.mark.usefixtures("is_quick")
+def test_probe_says_what_is_at_an_address(deaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe("127.0.0.1", deaf) == f"what listens at 127.0.0.1:{deaf} is no rendezvous: use another port"
     assert probe("no-such-host.invalid", 1) == "no-such-host.invalid is no known host name"
     assert probe("127.0.0.1", 1) == "nothing listens at 127.0.0.1:1"
@@ -184,8 +191,8 @@ def test_probe_says_what_is_at_an_address(deaf: int, monkeypatch: pytest.MonkeyP
     assert probe("fd00::1", 7) == "[fd00::1]:7 does not answer: its machine is off, or a firewall drops the packets"
 
 
-def test_store_is_reached_once_it_is_there(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_PAUSE_S", 0.05)
+@pytest.mark.usefixtures("is_quick")
+def test_store_is_reached_once_it_is_there(free_port: int) -> None:
     notes, found = list[str](), list[Any]()
 
     def join() -> None:
@@ -207,19 +214,12 @@ def test_store_is_reached_once_it_is_there(free_port: int, monkeypatch: pytest.M
         hosted_store("10.255.255.9", free_port, 7)
 
 
+@pytest.mark.usefixtures("is_quick")
 def test_host_takes_its_port_once_it_is_free(deaf: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher that held it before may need some seconds to end."""
-    monkeypatch.setattr(meeting, "_PROBE_S", 0.1)
-    monkeypatch.setattr(meeting, "_PAUSE_S", 0.05)
     notes = list[str]()
-
-    def note(problem: str) -> None:
-        notes.append(problem)
-        if len(notes) == 3:
-            monkeypatch.setattr(meeting, "hosted_store", lambda *_: "hosted here")
-
-    monkeypatch.setattr(meeting, "hosted_store", lambda *_: None)
-    store: Any = joined_store("node1", deaf, limit_s=20, read_s=7, own_address="127.0.0.1", note=note)
+    monkeypatch.setattr(meeting, "hosted_store", lambda *_: "hosted here" if len(notes) == 3 else None)
+    store: Any = joined_store("node1", deaf, limit_s=20, read_s=7, own_address="127.0.0.1", note=notes.append)
     assert (store, len(notes)) == ("hosted here", 3)
     assert "what listens at 127.0.0.1" in notes[0]
 

@@ -120,28 +120,44 @@ def test_missing_or_wrong_setup_of_a_rank_is_named(monkeypatch, change, words):
         init_from_env(device="cuda:63")
 
 
-def test_failed_rendezvous_error_names_the_address(monkeypatch):
-    for name, value in {**FULL, "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("segapp.parallel.distributed.die_with_parent", lambda *_: None)
+@pytest.fixture
+def set_rank(monkeypatch):
+    """Give the function that makes this process a rank of a launcher, whose end it does not watch."""
+    watched = []
+    monkeypatch.setattr(distributed, "die_with_parent", lambda: watched.append("the launcher"))
+
+    def set_rank(**variables):
+        for name, value in {**FULL, **variables}.items():
+            monkeypatch.setenv(name, value)
+        return watched
+
+    return set_rank
+
+
+@pytest.fixture
+def joins(monkeypatch, set_rank):
+    """The steps in which a rank joins the others, which do not exist: arguments by name."""
+    calls = set_rank()
+    monkeypatch.setattr(distributed, "_meeting_store", lambda *args: calls.append(args[:2]) or "store")
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((*args, options)))
+    return calls
+
+
+def test_failed_rendezvous_error_names_the_address(set_rank):
+    set_rank(RANK="1")
     said = r"rank 1 of 2 could not join the others at 127\.0\.0\.1:29999 within 1 s \(nothing listens"
     with pytest.raises(DistributedSetupError, match=said):
         init_from_env(device="cpu", start_timeout_s=1)
     assert not torch.distributed.is_initialized()
 
 
-def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):
-    calls = []
-    for name, value in {**FULL, "RANK": "1", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "die_with_parent", lambda: calls.append("the launcher"))
-    monkeypatch.setattr(distributed, "_meeting_store", lambda *args: calls.append(args[:2]) or "store")
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((*args, options)))
+def test_rank_watches_its_launcher_before_it_waits_for_others(joins, set_rank):
+    set_rank(RANK="1", WORLD_SIZE="3")
     info = init_from_env(device="cpu", start_timeout_s=77.0)
     assert (info.rank, info.world_size, info.local_rank, info.device, info.backend) == (
         1, 3, 0, torch.device("cpu"), "gloo"
     )  # fmt: skip
-    watch, meeting, (backend, options) = calls
+    watch, meeting, (backend, options) = joins
     assert (watch, meeting) == ("the launcher", (1, 3))
     chosen = [options[name] for name in ("store", "rank", "world_size", "device_id")]
     assert (backend, chosen) == ("gloo", ["store", 1, 3, None])
@@ -189,27 +205,22 @@ def test_layers_exchange_in_a_group_of_their_own(group_size, monkeypatch):
     assert layers_group() is None
 
 
-def test_layers_of_nccl_get_a_group_of_high_priority(monkeypatch, fake_cuda):
-    made = []
-    for name, value in {**FULL, "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+def test_layers_of_nccl_get_a_group_of_high_priority(joins, monkeypatch, fake_cuda):
+    fake_cuda.gpus = [FakeGpu()] * 3
+    monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    monkeypatch.setattr(distributed, "_rank_device", lambda *_: torch.device("cuda:0"))
-    monkeypatch.setattr(distributed, "die_with_parent", lambda *_: None)
-    fake_cuda.gpus = [FakeGpu()]
-    monkeypatch.setattr(distributed, "_meeting_store", lambda *_: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
-    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(("group", options)) or "the layers' group")
+    monkeypatch.setattr(dist, "new_group", lambda **options: joins.append(("group", options)) or "the layers' group")
     info = init_from_env(backend="nccl")
     assert layers_group() == "the layers' group"
     use_layers_group(None)
     assert (info.backend, os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT")) == ("nccl", "1")
-    (_, first), (_, second) = made
+    assert info.device == torch.device("cuda:2")
+    (_, first), (_, second) = joins[2:]
     assert second["timeout"] == first["timeout"]
     assert second["pg_options"].is_high_priority_stream
     init_from_env(backend="gloo")
     assert layers_group() is None
-    assert len(made) == 3
+    assert len(joins) == 4 + 3, "no second group"
 
 
 def test_process_that_abandons_its_group_ends_at_once(monkeypatch):
@@ -283,9 +294,12 @@ def test_exchanges_of_ranks_send_what_they_are_given(monkeypatch):
     info = distributed.RankInfo(1, 2, 1, torch.device("cpu"), "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: tensor.mul_(2))
     other = {"mine": None}  # for all else, it sends this
-    sent = lambda self, value: [other.get(value, ("of", 0)), value] if self.world_size > 1 else [value]  # noqa: E731
-    monkeypatch.setattr(Ranks, "gather", sent)
-    ranks, alone = Ranks(info), Ranks()
+
+    class Two(Ranks):
+        def gather(self, value):
+            return [other.get(value, ("of", 0)), value]
+
+    ranks, alone = Two(info), Ranks()
     assert (ranks.is_main, alone.is_main) == (False, True)
     assert (ranks.from_main(5), alone.from_main(5)) == (("of", 0), 5)
     assert (ranks.first_of("mine"), ranks.first_of("ours"), alone.first_of("mine")) == ("mine", ("of", 0), "mine")

@@ -351,11 +351,19 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_rank_without_samples_never_waits_for_its_device(monkeypatch):
-    """The other ranks check every batch: one value in all is refused there."""
+@pytest.fixture
+def other_rows(monkeypatch):
+    """What the other ranks exchange, in a list that a test fills with functions of the own row."""
+    rows = []
     monkeypatch.setattr(sync_batchnorm, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: torch.stack([row, *(other(row) for other in rows)]))
+    return rows
+
+
+def test_rank_without_samples_never_waits_for_its_device(other_rows):
+    """The other ranks check every batch: one value in all is refused there."""
     other = torch.cat([*sync_batchnorm.moments_of(torch.randn(3, 2, 4, 4)), torch.tensor([3.0 * 4 * 4])])
-    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: torch.stack([row, other]))
+    other_rows.append(lambda row: other)
     layer, x, reads = SyncBatchNorm(2), torch.randn(0, 2, 4, 4), []
     for _ in range(3):
         with Reads() as mode:
@@ -449,12 +457,11 @@ def test_allreduce_of_one_replica_returns_its_arguments():
     assert allreduce(x)[0] is x
 
 
-def test_values_of_other_ranks_count(monkeypatch):
+def test_values_of_other_ranks_count(other_rows):
     layer = SyncBatchNorm(2)
     x = torch.full((1, 2), 7.0)
-    monkeypatch.setattr(sync_batchnorm, "has_other_ranks", lambda: True)
-    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row.expand(2, -1))
+    other_rows.append(torch.clone)
     assert not layer(x).any(), "two values; the other columns hold means and variances"
-    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row[None])
+    other_rows.clear()
     with pytest.raises(ValueError, match="got 1 in the whole batch"):
         layer(x)

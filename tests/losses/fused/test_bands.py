@@ -27,23 +27,19 @@ def _on_small_bands(request, monkeypatch, set_threads):
     set_threads(request.param)
 
 
-def plain(monkeypatch):
-    torch.set_num_threads(1)
-    monkeypatch.setattr(sums, "FULL_BYTES", 1 << 60)
-    monkeypatch.setattr(overlap, "is_eager", lambda _: False)
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("_on_small_bands")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_is_accumulated_in_float32(name, dtype, monkeypatch):
+def test_lower_precision_is_accumulated_in_float32(name, dtype, set_full_bytes, monkeypatch):
     criterion = criteria()[name]
     logits, target = draw(3, low=(5, 6), high=(33, 41), dtype=dtype)
     x = logits.clone().requires_grad_()
     loss = criterion(x, target)
     loss.backward()
-    plain(monkeypatch)
+    torch.set_num_threads(1)
+    set_full_bytes(1 << 60)
+    monkeypatch.setattr(overlap, "is_eager", lambda _: False)
     y = logits.double().requires_grad_()
     truth = criterion(y, target)
     truth.backward()
@@ -53,10 +49,10 @@ def test_lower_precision_is_accumulated_in_float32(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(("more_bytes", "is_full"), [(0, False), (1, True)])
-def test_full_resolution_is_taken_below_a_limit_of_its_bytes(more_bytes, is_full, monkeypatch):
+def test_full_resolution_is_taken_below_a_limit_of_its_bytes(more_bytes, is_full, set_full_bytes, monkeypatch):
     calls, original = [], sums._at_full_resolution
     monkeypatch.setattr(sums, "_at_full_resolution", lambda *args: calls.append(args) or original(*args))
-    monkeypatch.setattr(sums, "FULL_BYTES", 2 * 3 * 17 * 23 * 8 + more_bytes)
+    set_full_bytes(2 * 3 * 17 * 23 * 8 + more_bytes)
     logits, target = draw(2, 3, (5, 6), (17, 23))
     criteria()["focal"](logits, target)
     assert bool(calls) == is_full

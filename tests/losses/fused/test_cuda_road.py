@@ -48,9 +48,9 @@ class DeterministicOnCuda(TorchDispatchMode):
 
 @pytest.mark.parametrize("full_bytes", [0, 1 << 60])
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_on_the_cuda_road_are_deterministic(name, full_bytes, monkeypatch):
+def test_losses_on_the_cuda_road_are_deterministic(name, full_bytes, set_full_bytes, monkeypatch):
     """They equal those of the CPU, and take no operator whose result depends on the order of atomics."""
-    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", full_bytes)
+    set_full_bytes(full_bytes)
     logits, target = draw(3, low=(9, 13), high=(33, 41))
     truth = loss_and_gradient(criteria()[name], logits, target)
     take_cuda_road(monkeypatch)

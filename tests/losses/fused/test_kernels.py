@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _cuda_road(monkeypatch):
+def _cuda_road(monkeypatch, set_full_bytes):
     take_cuda_road(monkeypatch)
-    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 1)
+    set_full_bytes(1)
 
 
 @pytest.fixture
