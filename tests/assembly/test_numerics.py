@@ -271,10 +271,10 @@ def test_evaluations_and_sample_pictures_time_no_algorithms() -> None:
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         evaluate(model, [batch], EvaluationSettings(inference, 3, 255, torch.device("cpu")))
         predict_image(model, inference, np.zeros((4, 4, 3), np.uint8), torch.device("cpu"))
-    assert seen == [(False, True)] * 2
-    with contextlib.suppress(KeyError), without_cudnn_benchmark():
-        raise KeyError
-    assert torch.backends.cudnn.benchmark is True
+        assert seen == [(False, True)] * 2
+        with contextlib.suppress(KeyError), without_cudnn_benchmark():
+            raise KeyError
+        assert torch.backends.cudnn.benchmark is True
 
 
 def test_missing_deterministic_form_is_an_error_of_the_config() -> None:
