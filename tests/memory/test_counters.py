@@ -210,7 +210,7 @@ def test_driver_is_asked_about_own_gpus_alone(fake_cuda):
     """Asking about the GPU of another rank would make a context there."""
     fake_cuda.gpus = [FakeGpu(free=3 * 2**20, total=10 * 2**20), FakeGpu(), FakeGpu(is_lost=True)]
     infos = [DeviceInfo(f"cuda:{i}", uuid=uuid, is_own=i != 1) for i, uuid in enumerate(("a", "b", "c"))]
-    tracker = DeviceMemoryTracker([*infos, infos[0]])  # two logical devices on the first
+    tracker = DeviceMemoryTracker([DeviceInfo("cpu", pid=1), *infos, infos[0]])  # two logical devices on the first
     assert tracker.driver_used_mib() == {"a": 7.0}
     assert [str(device) for device in fake_cuda.asked_memory] == ["cuda:0", "cuda:2"]
 
