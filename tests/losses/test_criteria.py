@@ -22,7 +22,7 @@ from segapp.losses import (
     PlainCriterion,
     upsample_cross_entropy,
 )
-from tests.support.loss_cases import class_weight, criteria, draw, relative_error
+from tests.support.loss_cases import class_weight, criteria, draw, loss_and_gradient, relative_error
 
 
 def mean_of_valid(logits, target):
@@ -38,20 +38,21 @@ def test_plain_loss_of_few_pixels_matches_torch(function, num_valid):
     logits, target = draw(1)
     target.fill_(255)
     target.view(-1)[:num_valid] = torch.arange(num_valid)
-    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     is_aligned = num_valid == 1
-    loss = PlainCriterion(function, align_corners=is_aligned)(mine, target)
-    loss.backward()
+    loss, gradient = loss_and_gradient(PlainCriterion(function, align_corners=is_aligned), logits, target)
     with pytest.raises(TypeError, match=r"target is torch.float32: give integers, or derive .* from AdditiveCriterion"):
-        PlainCriterion(function)(mine, target.float() / 2)
+        PlainCriterion(function)(logits, target.float() / 2)
     if num_valid == 0:
-        assert loss.item() == mine.grad.abs().max() == 0
+        assert loss.item() == gradient.abs().max() == 0
         return
-    values = F.interpolate(theirs, target.shape[-2:], mode="bilinear", align_corners=is_aligned)
-    truth = F.cross_entropy(values, target, ignore_index=255)
-    truth.backward()
-    assert relative_error(loss.detach(), truth.detach()) < 1e-12
-    assert relative_error(mine.grad, theirs.grad) < 1e-12
+
+    def torchs(logits, target):
+        values = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=is_aligned)
+        return F.cross_entropy(values, target, ignore_index=255)
+
+    truth, slope = loss_and_gradient(torchs, logits, target)
+    assert relative_error(loss, truth) < 1e-12
+    assert relative_error(gradient, slope) < 1e-12
 
 
 class OwnLoss(torch.nn.PReLU):

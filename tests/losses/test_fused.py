@@ -11,7 +11,7 @@ from segapp.losses import CriterionCE, cross_entropy, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation
 from segapp.losses.fused.reference import compute_dtype
 from segapp.memory.ledger import StorageLedger
-from tests.support.loss_cases import class_weight, draw, relative_error
+from tests.support.loss_cases import class_weight, draw, loss_and_gradient, relative_error
 
 WAYS = ["triton", "sums", "reference"]
 
@@ -38,11 +38,13 @@ def of_kernels(monkeypatch, set_full_bytes):
     return with_gradients
 
 
-def truth_of(logits, target, **options):
-    logits = logits.detach().double().requires_grad_()
-    loss_sum, _ = upsample_cross_entropy(logits, target, implementation="reference", **options)
-    loss_sum.backward()
-    return loss_sum.detach(), logits.grad
+def sum_of(way):
+    """Return the sum of the losses, computed in one way, as a function of logits and target."""
+    return lambda logits, target: upsample_cross_entropy(logits, target, implementation=way)[0]
+
+
+def truth_of(logits, target):
+    return loss_and_gradient(sum_of("reference"), logits.detach().double(), target)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,21 +133,18 @@ def test_autocast_leaves_the_sums_in_float32(way):
 def test_extreme_logits_give_finite_loss(way, sigma, offset):
     logits, target = draw(dtype=torch.float32, sigma=sigma)
     logits = logits + offset
-    x = logits.clone().requires_grad_()
-    loss_sum, _ = upsample_cross_entropy(x, target, implementation=way)
-    loss_sum.backward()
+    loss_sum, gradient = loss_and_gradient(sum_of(way), logits, target)
     expected, truth = truth_of(logits, target)
-    assert relative_error(loss_sum.detach(), expected) < 1e-6
+    assert relative_error(loss_sum, expected) < 1e-6
     # Where the logits are of order 1000 their own rounding decides the probabilities.
-    assert relative_error(x.grad, truth) < (2e-5 if sigma > 1 else 1e-6)
+    assert relative_error(gradient, truth) < (2e-5 if sigma > 1 else 1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nan_logits_give_nan(way):
     logits, target = draw(dtype=torch.float32, ignored=0.0)
     logits[1, 2, 3, 4] = torch.nan
-    loss_sum, _ = upsample_cross_entropy(logits, target, implementation=way)
-    assert torch.isnan(loss_sum)
+    assert torch.isnan(sum_of(way)(logits, target))
 
 
 @pytest.mark.parametrize("way", WAYS)

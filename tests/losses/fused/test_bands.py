@@ -16,7 +16,7 @@ from segapp.losses import (
 from segapp.losses.confusion import upsample_label_counts, upsample_sets
 from segapp.losses.fused import pixel_sums as sums
 from segapp.metrics import LabelCounts
-from tests.support.loss_cases import criteria, cut_into_bands, draw, relative_error
+from tests.support.loss_cases import criteria, cut_into_bands, draw, loss_and_gradient, relative_error
 
 NAMES = list(criteria())
 
@@ -34,18 +34,14 @@ def _on_small_bands(request, monkeypatch, set_threads):
 def test_lower_precision_is_accumulated_in_float32(name, dtype, set_full_bytes, monkeypatch):
     criterion = criteria()[name]
     logits, target = draw(3, low=(5, 6), high=(33, 41), dtype=dtype)
-    x = logits.clone().requires_grad_()
-    loss = criterion(x, target)
-    loss.backward()
+    loss, gradient = loss_and_gradient(criterion, logits, target)
     torch.set_num_threads(1)
     set_full_bytes(1 << 60)
     monkeypatch.setattr(overlap, "is_eager", lambda _: False)
-    y = logits.double().requires_grad_()
-    truth = criterion(y, target)
-    truth.backward()
+    truth, slope = loss_and_gradient(criterion, logits.double(), target)
     assert loss.dtype == torch.float32
-    assert relative_error(loss.detach(), truth.detach()) < 1e-5
-    assert relative_error(x.grad, y.grad) < (8e-3 if dtype == torch.bfloat16 else 1e-4)
+    assert relative_error(loss, truth) < 1e-5
+    assert relative_error(gradient, slope) < (8e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize(("more_bytes", "is_full"), [(0, False), (1, True)])
