@@ -15,14 +15,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def kept_workers() -> Iterator[None]:
-    """Keeps the replicas' threads between the tests of a file.
+@pytest.fixture(autouse=True, scope="module")
+def _kept_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keeps the replicas' threads between the tests of a file, except in files about the end of threads.
 
     A new thread first makes as many autograd nodes as this process has made before (`_advance_sequence_number`): for
     three replicas that takes longer than most tests.
     """
     user = nn.Identity()
-    keep_workers(user)
+    if request.path.stem not in ("test_workers", "test_replica_threads"):
+        keep_workers(user)
     yield
     del user

@@ -25,8 +25,6 @@ from segapp.parallel import (
 from segapp.parallel.data_parallel import ReplicaOutputs
 from tests.support.parallel_cases import PlainCE, SmallNet, make_batch
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 
 def test_one_device_runs_without_threads_or_copies(monkeypatch):
     monkeypatch.setattr("threading.Thread.start", lambda self: pytest.fail("a thread was started"))

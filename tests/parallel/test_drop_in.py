@@ -23,8 +23,6 @@ from torch.nn.utils import parametrizations
 from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
 from tests.support.parallel_cases import relative_error
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 SPLITS = {1: (1, 2, 2), 0: (0, 3, 2), 3: (3, 1, 1)}  # samples per device of a batch of 5, by gpu0_bsz
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 5e-2}
 Pair = namedtuple("Pair", ["left", "right"])

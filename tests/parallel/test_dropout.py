@@ -19,8 +19,6 @@ from segapp.parallel import (
     set_recompute,
 )
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 LAYERS = {
     "Dropout": (nn.Dropout(0.3), (8, 5, 6)),
     "Dropout1d": (nn.Dropout1d(0.3), (8, 5, 6)),

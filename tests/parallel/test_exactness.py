@@ -19,8 +19,6 @@ from segapp.parallel import (
 )
 from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 
 def errors_of(seed, dtype):
     """Return the errors of loss, gradients and state in a random step of one to three micro-batches."""

@@ -12,8 +12,6 @@ from torch import nn
 from segapp.parallel import BalancedDataParallel, convert_sync_batchnorm
 from tests.support.parallel_cases import relative_error
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 
 class Blur(torch.autograd.Function):
     """A blur whose backward pass is another function, as in style-based GANs, for second derivatives."""

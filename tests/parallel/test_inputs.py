@@ -23,8 +23,6 @@ from segapp.parallel import (
 from segapp.parallel.scatter_gather import gather, map_tensors, tensors_in
 from tests.support.parallel_cases import SmallNet, grads_of, make_batch, relative_error, state_error
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 CPUS = ["cpu"] * 3
 UNEVEN = {"shares": [0, 3, 2]}
 

@@ -28,8 +28,6 @@ from segapp.parallel import (
     set_recompute,
 )
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 CPUS, ONES = ["cpu"] * 3, torch.ones(5)
 Model, Balanced, Criterion = DataParallelModel, BalancedDataParallel, DataParallelCriterion
 NUMBER, LIST = "is not a whole number: use", "is not a list: give"

@@ -9,8 +9,6 @@ from torch import nn
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm, gradient_penalty
 from tests.support.parallel_cases import Critic, grads_of, relative_error
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 KINDS = ["wgan-gp", "wgan-lp", "dragan"]
 
 

@@ -21,8 +21,6 @@ from segapp.parallel import (
 )
 from segapp.parallel.recompute import RecomputedBlock
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 
 class Block(nn.Module):
     """Residual, with dropout, in-place activations and a momentum of None, the mean over all batches."""

@@ -4,8 +4,6 @@ import pytest
 
 from tests.support.replica_checks import check_channels_last, check_step, check_threads
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 
 @pytest.mark.parametrize("sync_bn", [True, False])
 def test_step_matches_one_device_and_repeats_bitwise(sync_bn):

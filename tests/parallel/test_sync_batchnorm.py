@@ -27,8 +27,6 @@ from segapp.parallel.scatter_gather import scatter
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
 from tests.support.parallel_cases import grads_of, relative_error, state_error
 
-pytestmark = pytest.mark.usefixtures("kept_workers")
-
 CPU = torch.device("cpu")
 SHAPES = {nn.BatchNorm1d: [(9, 5), (9, 5, 4)], nn.BatchNorm2d: [(9, 5, 3, 4)], nn.BatchNorm3d: [(9, 5, 2, 3, 2)]}
 
