@@ -186,6 +186,12 @@ class Usages:
         middle.retain_grad()
         return step(model, leaf, middle * 1), leaf.grad, middle.grad, other.grad
 
+    def gradients_of_gradients_of_weights(self):
+        model = self._wrap(Net())
+        slopes = torch.autograd.grad(loss_of(model(images())), list(model.parameters()), create_graph=True)
+        loss_of(slopes).backward()
+        return slopes
+
     # "The batch size should be larger than the number of GPUs used": smaller ones run as well
     # "will return a vector of length equal to number of devices"
     # "Forward and backward hooks defined on module and its submodules will be invoked len(device_ids) times"
