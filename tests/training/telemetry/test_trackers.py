@@ -166,7 +166,8 @@ def test_wandb_without_an_answer_continues_offline(
     server = socket.create_server(("127.0.0.1", 0))  # accepts connections into its queue and answers none
     port = 9 if fault == "refused" else server.getsockname()[1]
     key = {} if fault == "no key" else {"WANDB_API_KEY": "a" * 40}
-    without_wandb_variables(monkeypatch, WANDB_BASE_URL=f"http://127.0.0.1:{port}", **key)
+    address = f"http://127.0.0.1:{port}"  # it is given up after a second here; another test reads the default
+    without_wandb_variables(monkeypatch, WANDB_BASE_URL=address, WANDB_INIT_TIMEOUT="1", **key)
     monkeypatch.setattr("wandb.errors.term._sys_stderr_isatty", lambda: True)
     asked = Mock(side_effect=EOFError)
     monkeypatch.setattr("wandb.util.prompt_choices", asked)
