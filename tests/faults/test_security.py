@@ -192,9 +192,13 @@ def test_junk_files_in_the_inbox_are_each_answered_once(training: tuple[FaultRun
 @case("S05", how="ranks of one machine: a pickle at each port", passes="loopback only, mode 0700, and inert")
 def test_ranks_of_one_machine_tell_strangers_nothing(new_run: NewRun) -> None:
     run = new_run(train={"epochs": 1000}, parallel={"mode": "ddp", "devices": ["cpu"] * 2})
-    program = run.start(GLOO_SOCKET_IFNAME="eth0")  # set for other jobs
+    (temporary := run.work / "tmp").mkdir()
+    # The network interface is that of other jobs.
+    program = run.start(GLOO_SOCKET_IFNAME="eth0", SEGAPP_TEST_FORK="1", TMPDIR=str(temporary))
     run.wait_for_step(2, program, 180)
-    processes = [psutil.Process(pid) for pid in run.left_behind()]
+    launcher = psutil.Process(program.pid)
+    processes = [launcher, *(ranks := launcher.children(recursive=True))]
+    assert len(ranks) == 2
     found = [connection for process in processes for connection in process.net_connections("inet")]
     assert {connection.laddr.ip for connection in found} == {"127.0.0.1"}
     ports = {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
@@ -204,8 +208,7 @@ def test_ranks_of_one_machine_tell_strangers_nothing(new_run: NewRun) -> None:
         for number in range(4):  # gloo reads the number of the connection first
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(struct.pack("<q", number) + pickle.dumps(Canary(canary)) * 50)
-    stores = {process.environ().get("SEGAPP_RANK_STORE") for process in processes} - {None}
-    (folder,) = {Path(store).parent for store in stores}
+    (folder,) = temporary.glob("segapp-ranks-*")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     run.wait_for_step(run.events("step")[-1]["step"] + 20, program)
     program.send(signal.SIGTERM)
