@@ -49,7 +49,10 @@ def beyond_torch() -> dict[str, set[str]]:
     return dict(zip(packages, loaded, strict=True))
 
 
-@pytest.mark.sampled(2)
+BESIDE = ("segapp.accelerator", "segapp.chunks", "segapp.compat", "segapp.places", "segapp.waiting")
+"""Small modules that the libraries share."""
+
+
 @pytest.mark.parametrize("package", ["segapp.parallel", "segapp.losses"])
 def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[str, set[str]]) -> None:
     beyond = beyond_torch[package]
@@ -60,7 +63,7 @@ def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[st
         name
         for name in beyond
         if name.startswith("segapp.")
-        and not name.startswith((package, "segapp.accelerator", "segapp.chunks", "segapp.compat", "segapp.waiting"))
+        and not name.startswith((package, *BESIDE))
     }
 
 
@@ -169,7 +172,7 @@ def test_evaluation_loads_only_the_library_of_the_model(tiny: dict[str, Any], tm
     """Nor does it load the library of augmentation; timm imports torchvision itself."""
     models = {
         "own": {"library": "python", "name": "tests.support.own_parts:Net"},
-        "torchvision": tiny["model"],
+        "torchvision": {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"},
         "smp": {"library": "smp", "name": "Unet", "encoder": "resnet18"},
     }
     commands = []

@@ -40,7 +40,7 @@ COMMANDS: dict[str, list[str]] = {
     "status": ["status", "stranger"],
     "schema": ["schema"],
     "plan": ["plan", "--config", "config.yaml", "--gpus", "1x4000MiB", "model.weights_backbone=imagenet"],
-    "models": ["models", "resnet18", "--memory"],
+    "models": ["models", "resnet18"],
     "check-part": ["check-part", "./own_parts.py:BrierLoss", "--as", "loss"],
     "docs": ["docs", "train"],
     "ckpt": ["ckpt", "verify", "stranger"],
