@@ -59,12 +59,7 @@ def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[st
     assert {name for name in beyond if not name.startswith((package, "torch", "segapp"))} <= set(
         sys.stdlib_module_names
     )
-    assert not {
-        name
-        for name in beyond
-        if name.startswith("segapp.")
-        and not name.startswith((package, *BESIDE))
-    }
+    assert not {name for name in beyond if name.startswith("segapp.") and not name.startswith((package, *BESIDE))}
 
 
 VIEWERS = (
