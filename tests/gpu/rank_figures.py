@@ -51,6 +51,5 @@ def rank_row(num_ranks: int, kind: str, backend: str) -> dict[str, Any]:
         "steps compared": len(errors),
         "largest difference": max(errors[worst]),
         "of": worst,
-        "resumed step differs by": found["resumed"],
         "seconds": time.monotonic() - start,
     }
