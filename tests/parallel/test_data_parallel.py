@@ -239,8 +239,9 @@ class TestCriterion:
                 return totals[0] / totals[1]
 
         criterion = Scaled()
-        x = torch.arange(6.0, dtype=torch.float64).view(6, 1)
+        x = torch.arange(6.0, dtype=torch.float64).view(6, 1).requires_grad_()
         outputs = DataParallelModel(nn.Identity(), ["cpu"] * 3)(x)
-        DataParallelCriterion(criterion)(outputs, x).backward()
+        DataParallelCriterion(criterion)(outputs, x.detach()).backward()
         assert criterion.scale.grad == x.mean()
         assert (criterion.calls, criterion.last) == (1, 1), "of the first replica"
+        assert criterion.last.grad_fn is None, "the graph of a step is not kept until the next one"
