@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,9 @@ def test_pause_that_comes_with_a_resume_is_answered(tmp_path: Path, monkeypatch:
     harness, sent = ControllerHarness(tmp_path / "run"), list[str]()
     send = lambda text: sent.append(send_command(harness.folder.path, parse_command(text)))  # noqa: E731
     due = iter([("resume", "pause"), (), ("resume",)])
-    monkeypatch.setattr(safe_point.time, "sleep", lambda _: [send(text) for text in next(due)])
+    # The clock of this module alone: other threads of the process sleep, too.
+    clock = types.SimpleNamespace(sleep=lambda _: [send(text) for text in next(due)], monotonic=time.monotonic)
+    monkeypatch.setattr(safe_point, "time", clock)
     send("pause")
     safe_point_of(Ranks(), None, None, lambda _: contextlib.nullcontext(), harness.controller).check()
     assert [harness.answers(each) for each in sent] == [["applied"]] * 4
