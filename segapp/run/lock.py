@@ -205,10 +205,22 @@ def is_alive(process: ProcessId) -> bool | None:
         return True
 
 
-def child_pids() -> list[int]:
+def child_pids(*, are_stopped: bool = False) -> list[int]:
+    """Return the children of this process; with `are_stopped`, only those that a signal such as SIGSTOP has stopped."""
     import psutil
 
-    return [child.pid for child in psutil.Process().children()]
+    children = psutil.Process().children()
+    return [child.pid for child in children if not are_stopped or _status(child) == psutil.STATUS_STOPPED]
+
+
+def _status(process: Any) -> str:
+    """Return the status that psutil gives; "" if the process has ended."""
+    import psutil
+
+    try:
+        return str(process.status())
+    except psutil.Error:
+        return ""
 
 
 def _start_ticks(process: Any) -> int:

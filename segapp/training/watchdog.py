@@ -127,7 +127,10 @@ class Watchdog:
         advice = f"all stacks are in {self._where}; train.hang_timeout_s = {self.timeout_s:g}"
         kind: type[RunError] = DistributedError
         what = "a device or another rank"
-        if place == "read":
+        if self.num_workers and (stopped := child_pids(are_stopped=True)):
+            # The trainer may be receiving from it, in an evaluation too, where the loader's own timeout does not count.
+            kind, what = WorkerError, f"a stopped data worker (process {stopped[0]})"
+        elif place == "read":
             kind, what = WorkerError, "the storage of the data"
         elif place == "save" and (len(self.rank_pids) <= 1 or self.liveness.saving_s() is not None):
             # A save that writes nothing waits for another rank.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
+import subprocess
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
 from segapp.checkpoint.saver import Position
+from segapp.errors import WorkerError
 from segapp.memory.counters import DeviceMemoryTracker, device_info_of
 from segapp.parallel import launch
 from segapp.parallel.distributed import Ranks
@@ -29,6 +33,7 @@ from segapp.training.context import RunContext
 from segapp.training.pulse import Liveness
 from segapp.training.signals import StopSignals
 from segapp.training.watchdog import StackLog, Watchdog
+from tests.support.live_runs import wait_for
 
 
 class Watched:
@@ -100,6 +105,25 @@ def test_training_hangs_after_its_timeout(
     assert watched.reported_after([1.0] * (limit_s + 1), monkeypatch) == limit_s
 
 
+@pytest.mark.parametrize("place", ["eval", "read", "step"])
+def test_stopped_data_worker_is_the_cause_of_a_hang(tmp_path: Path, place: str) -> None:
+    with contextlib.ExitStack() as stack:
+        running, stopped, ended = (stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(3))
+        for process in (running, stopped, ended):
+            stack.callback(process.kill)
+        dog = Watched(tmp_path, 60.0, num_workers=2).dog
+        assert "a stopped data worker" not in str(dog._reason(place, 60.0))
+        ended.kill()
+        stopped.send_signal(signal.SIGSTOP)
+        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
+        reason = dog._reason(place, 60.0)
+        assert type(reason) is WorkerError
+        assert f"in {place} after step None: a stopped data worker (process {stopped.pid}) does not" in str(reason)
+        assert "a stopped data worker" not in str(Watched(tmp_path, 60.0).dog._reason(place, 60.0)), (
+            "without workers it is another's"
+        )
+
+
 def test_time_asleep_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP, or a machine that was suspended for an hour: one look that comes late counts two seconds."""
     watched.liveness.has_stepped = True
@@ -153,7 +177,7 @@ def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, mo
     here, own = machine_id(), os.getpid()
     heard: list[int] = []
     slept: list[float] = []
-    monkeypatch.setattr(module, "child_pids", lambda: [own + 1])
+    monkeypatch.setattr(module, "child_pids", lambda **_: [own + 1])
     monkeypatch.setattr(module.os, "kill", lambda pid, number: heard.append(pid))
     monkeypatch.setattr(module.time, "sleep", slept.append)
     for others in ([], [("elsewhere", own + 3)], [(here, own + 2), ("elsewhere", own + 3)]):
